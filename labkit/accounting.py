@@ -12,9 +12,8 @@ output (once, for an all-reduce twice). An FFN layer's matrices count 2 bytes an
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from labkit.configs import ModelConfig
 
@@ -89,16 +88,6 @@ def optimizer_step_bytes(config: ModelConfig) -> int:
     return 7 * 4 * num_parameters(config)
 
 
-def input_bytes(batch: int, context: int) -> int:
-    """Returns bytes of the token and target indices (int64)."""
-    return 2 * 8 * batch * context
-
-
-def rotary_table_bytes(config: ModelConfig, max_context: int) -> int:
-    """Returns bytes of the two rotary tables, fp32."""
-    return 2 * 4 * max_context * config.d_head
-
-
 def residual_stream_bytes(config: ModelConfig, batch: int, context: int) -> int:
     """Returns bytes of what goes from block to block: B·T·d elements, fp32 under autocast too."""
     return 4 * batch * context * config.d_model
@@ -120,133 +109,70 @@ like the CPU.
 """
 
 
-@dataclass(frozen=True)
 class _Pass:
-    """A pass over batch × context tokens and the bytes of its parts; options as in
-    `block_activation_bytes`.
+    """A pass over batch × context tokens: numbers of elements, and bytes of its parts.
 
-    `stream` (the residual), `logits` and `scores` (of one block) are numbers of elements.
+    Args and Raises as in `block_activation_bytes`.
     """
 
-    config: ModelConfig
-    batch: int
-    context: int
-    precision: str = "fp32"
-    attention: str = "eager"
-    device_kind: str = "cpu"
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        context: int,
+        precision: str = "fp32",
+        attention: str = "eager",
+        device_kind: str = "cpu",
+    ):
+        _check("precision", precision, ("fp32", "tf32", "bf16"))
+        _check("attention", attention, ("eager", "fused"))
+        _check("kind of device", device_kind, DEVICE_KINDS)
+        self.config = config
+        self.is_bf16 = precision == "bf16"
+        self.is_fused = attention == "fused"
+        self.is_cuda = device_kind == "cuda"
+        # Autocast computes the softmax in fp32 on CUDA alone.
+        self.casts_softmax = self.is_bf16 and self.is_cuda
+        # Bytes of an element of the matrix products' inputs and results.
+        self.element = element = 2 if self.is_bf16 else 4
 
-    def __post_init__(self):
-        _check("precision", self.precision, ("fp32", "tf32", "bf16"))
-        _check("attention", self.attention, ("eager", "fused"))
-        _check("kind of device", self.device_kind, DEVICE_KINDS)
+        # Elements: the residual, the logits, one block's scores, one mask (a byte each).
+        d = config.d_model
+        self.tokens = tokens = batch * context
+        self.stream = stream = tokens * d
+        self.logits = tokens * config.vocab_size
+        self.scores = batch * config.num_heads * context**2
+        self.mask = context**2
 
-    @property
-    def is_bf16(self) -> bool:
-        return self.precision == "bf16"
-
-    @property
-    def casts_softmax(self) -> bool:
-        """Whether autocast computes the softmax in fp32, as it does on CUDA alone."""
-        return self.is_bf16 and self.device_kind == "cuda"
-
-    @property
-    def element(self) -> int:
-        """Bytes of an element of the matrix products' inputs and results."""
-        return 2 if self.is_bf16 else 4
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.context
-
-    @property
-    def stream(self) -> int:
-        return self.tokens * self.config.d_model
-
-    @property
-    def logits(self) -> int:
-        return self.tokens * self.config.vocab_size
-
-    @property
-    def scores(self) -> int:
-        return self.batch * self.config.num_heads * self.context**2
-
-    @property
-    def log_sum_exp_bytes(self) -> int:
-        return 4 * self.config.num_heads * self.tokens
-
-    @property
-    def cast_bytes(self) -> int:
-        """Autocast's copies of all blocks' matrices, which it keeps until it is left."""
-        return (
-            2 * self.config.num_layers * _block_matrix_parameters(self.config)
-            if self.is_bf16
-            else 0
-        )
-
-    @property
-    def norm_bytes(self) -> int:
-        """A norm's input, normalized output, reciprocal rms and, where the matrices read it uncast,
-        scaled output.
-        """
-        return 4 * ((2 if self.is_bf16 else 3) * self.stream + self.tokens)
-
-    @property
-    def scores_bytes(self) -> int:
-        """What attention keeps besides q, k, v and its output."""
-        if self.attention == "fused":
-            return self.log_sum_exp_bytes
-        return (6 if self.casts_softmax else self.element) * self.scores + self.context**2
-
-    @property
-    def block_bytes(self) -> int:
-        copies = 0
+        # Bytes. Autocast's copies of all blocks' matrices are kept until it is left.
+        matrices = _block_matrix_parameters(config)
+        tables = 2 * 4 * context * config.d_head
+        self.cast_bytes = block_copies = attention_copies = self.head_copies = 0
         if self.is_bf16:
-            tables = 4 * self.context * self.config.d_head
-            copies = 2 * (5 * self.stream + _block_matrix_parameters(self.config) + tables)
-        widths = self.element * 4 * self.tokens * (self.config.d_model + self.config.d_ff)
-        return 2 * self.norm_bytes + copies + widths + self.scores_bytes
-
-    @property
-    def head_bytes(self) -> int:
-        """Final norm, log-probabilities, loss and its count; under autocast copies of the head's
-        input and matrix.
-        """
-        copies = (
-            2 * (self.tokens + self.config.vocab_size) * self.config.d_model if self.is_bf16 else 0
-        )
-        return self.norm_bytes + 4 * self.logits + copies + 8
-
-    @property
-    def loss_bytes(self) -> int:
-        """The logits and, under autocast, their copy in fp32."""
-        return (6 if self.is_bf16 else 4) * self.logits
-
-    @property
-    def made_bytes(self) -> int:
-        """What a forward pass with gradient adds: what it keeps, and the loss."""
-        return self.config.num_layers * self.block_bytes + self.head_bytes
-
-    @property
-    def earlier_bytes(self) -> int:
-        """What all blocks but the last keep."""
-        return (self.config.num_layers - 1) * self.block_bytes
-
-    @property
-    def attention_part_bytes(self) -> int:
-        """What a block keeps up to the scores: the norm, q, k and v, under autocast the copies they
-        were made from.
-        """
-        copies = 0
-        if self.is_bf16:
-            copies = 2 * (
-                3 * self.stream + 3 * self.config.d_model**2 + 4 * self.context * self.config.d_head
-            )
-        return self.norm_bytes + 3 * self.element * self.stream + copies
-
-    @property
-    def resident_bytes(self) -> int:
-        inputs = input_bytes(self.batch, self.context)
-        return parameter_bytes(self.config) + inputs + rotary_table_bytes(self.config, self.context)
+            self.cast_bytes = 2 * config.num_layers * matrices
+            block_copies = 2 * (5 * stream + matrices) + tables
+            attention_copies = 2 * (3 * stream + 3 * d * d) + tables
+            self.head_copies = 2 * (tokens + config.vocab_size) * d
+        # Input, normalized output, reciprocal rms and, if matrices read it uncast, scaled output.
+        norm = 4 * ((2 if self.is_bf16 else 3) * stream + tokens)
+        # What attention keeps besides q, k, v and its output.
+        self.log_sum_exp_bytes = scores_bytes = 4 * config.num_heads * tokens
+        if not self.is_fused:
+            scores_bytes = (6 if self.casts_softmax else element) * self.scores + self.mask
+        widths = element * 4 * tokens * (d + config.d_ff)
+        self.block_bytes = 2 * norm + block_copies + widths + scores_bytes
+        # What a block keeps up to the scores: the norm, q, k and v, the copies they were made from.
+        self.attention_part_bytes = norm + 3 * element * stream + attention_copies
+        # Final norm, log-probabilities, loss and its count.
+        self.head_bytes = norm + 4 * self.logits + self.head_copies + 8
+        # The logits and, under autocast, their copy in fp32.
+        self.loss_bytes = (6 if self.is_bf16 else 4) * self.logits
+        # What a forward pass with gradient adds: what it keeps, and the loss.
+        self.made_bytes = config.num_layers * self.block_bytes + self.head_bytes
+        # What all blocks but the last keep.
+        self.earlier_bytes = (config.num_layers - 1) * self.block_bytes
+        # Token and target indices (int64), rotary tables.
+        self.resident_bytes = parameter_bytes(config) + 2 * 8 * tokens + tables
 
 
 def block_activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
@@ -273,21 +199,6 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
     return _Pass(config, batch, context, **known).block_bytes
 
 
-def activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
-    """Returns bytes the whole model and the loss keep for the backward pass, inputs included and
-    parameters not.
-
-    Besides the blocks: token and target indices (int64), what the final norm keeps, cross-entropy's
-    log-probabilities (fp32) and count, in fp32 the rotary tables, under autocast bf16 copies of the
-    head's input and matrix.
-
-    Args and Raises as in `block_activation_bytes`.
-    """
-    run = _Pass(config, batch, context, **known)
-    tables = rotary_table_bytes(config, context) if run.precision == "fp32" else 0
-    return run.made_bytes - 4 + input_bytes(batch, context) + tables
-
-
 PEAK_PHASES = ("inference", "forward", "train_step")
 """inference: forward without gradient, to the logits. forward: with gradient, to the loss.
 train_step: forward, backward and a fused AdamW step, the optimizer's state made before, the
@@ -312,17 +223,19 @@ def peak_moments(
 
     Source: the model's code, read line by line for what each local name still holds; PyTorch's
     backward formulas, and its softmax's backward on CUDA, which writes one matrix more (see
-    `attention_peak_bytes`).
+    `attention_reserved_bytes`).
     """
     _check("phase", phase, PEAK_PHASES)
     run = _Pass(config, batch, context, **known)
-    moments = {
-        "inference": _inference_moments,
-        "forward": _forward_moments,
-        "train_step": _train_step_moments,
-    }
-    resident = run.resident_bytes + (optimizer_state_bytes(config) if phase == "train_step" else 0)
-    return {name: resident + num_bytes for name, num_bytes in moments[phase](run).items()}
+    resident = run.resident_bytes
+    if phase == "inference":
+        moments = _inference_moments(run)
+    elif phase == "forward":
+        moments = _forward_moments(run)
+    else:
+        moments = _train_step_moments(run)
+        resident += optimizer_state_bytes(config)
+    return {name: resident + num_bytes for name, num_bytes in moments.items()}
 
 
 def peak_bytes(config: ModelConfig, batch: int, context: int, phase: str, **known: str) -> int:
@@ -339,34 +252,20 @@ def _attention_moment(run: _Pass, held: int, num_streams: int, num_masks: int) -
 
     Args:
         held: bytes of all else; num_streams, num_masks: tensors as large as q, and masks, that live
-            when the output is made.
+            when eager attention makes the output. Fused, half as many are left of the first.
     """
-    streams = num_streams * run.element * run.stream
-    if run.attention == "fused":
-        return held + streams + run.log_sum_exp_bytes
-    held += num_masks * run.context**2
+    if run.is_fused:
+        return held + num_streams // 2 * run.element * run.stream + run.log_sum_exp_bytes
+    held += num_masks * run.mask + num_streams * run.element * run.stream
     if run.casts_softmax:
-        before_copies = streams - 2 * run.element * run.stream
-        return held + max(before_copies + 10 * run.scores, streams + 8 * run.scores)
-    return held + streams + 2 * run.element * run.scores
+        return held + max(10 * run.scores - 2 * run.element * run.stream, 8 * run.scores)
+    return held + 2 * run.element * run.scores
 
 
 def _attention_without_gradient(run: _Pass) -> int:
     """Besides: x, the norm's output, q, k, v before and after rotation."""
     held = run.stream * (2 * 4 + 5 * run.element)
-    return _attention_moment(run, held, 1 if run.attention == "fused" else 2, num_masks=1)
-
-
-def _attention_with_gradient(run: _Pass) -> int:
-    """Besides: all blocks but the last as kept, and what the last one's attention keeps.
-
-    Eager: q, k and v as projected, q and k as rotated (the product keeps copies of these), the
-    output; the mask and its complement. Under autocast also the norm's output.
-    """
-    held = run.earlier_bytes + run.attention_part_bytes
-    if run.is_bf16:
-        held += 4 * run.stream
-    return _attention_moment(run, held, 3 if run.attention == "fused" else 6, num_masks=2)
+    return _attention_moment(run, held, num_streams=2, num_masks=1)
 
 
 def _inference_moments(run: _Pass) -> dict[str, int]:
@@ -376,18 +275,26 @@ def _inference_moments(run: _Pass) -> dict[str, int]:
     # Autocast keeps a copy of every matrix that it has cast until it is left, so the last block has
     # most of them.
     later = 2 * d * (3 * f + d) if run.is_bf16 else 0
-    head = 2 * run.config.vocab_size * d + 2 * stream if run.is_bf16 else 0
     feed_forward = 3 * 4 * stream + 3 * run.element * f * run.tokens
+    logits = run.head_copies + 2 * 4 * stream + run.element * run.logits
     return {
         "attention, last block": run.cast_bytes - later + _attention_without_gradient(run),
         "feed-forward, last block": run.cast_bytes - min(later, 2 * d * f) + feed_forward,
-        "logits": run.cast_bytes + head + 2 * 4 * stream + run.element * run.logits,
+        "logits": run.cast_bytes + logits,
     }
 
 
 def _forward_moments(run: _Pass) -> dict[str, int]:
+    """In attention: all blocks but the last as kept, and what the last one's attention keeps.
+
+    Eager: q, k and v as projected, q and k as rotated (the product keeps copies of these), the
+    output; the mask and its complement. Under autocast also the norm's output.
+    """
+    held = run.earlier_bytes + run.attention_part_bytes
+    if run.is_bf16:
+        held += 4 * run.stream
     return {
-        "attention, last block": _attention_with_gradient(run),
+        "attention, last block": _attention_moment(run, held, num_streams=6, num_masks=2),
         "loss": run.made_bytes + run.loss_bytes,
     }
 
@@ -398,27 +305,27 @@ def _train_step_moments(run: _Pass) -> dict[str, int]:
     """
     d = run.config.d_model
     f = run.config.d_ff
-    later_gradients = (run.config.num_layers - 1) * block_gradient_bytes(run.config)
     # What every moment of a block has: the residual's gradient and those of the head and the final
     # norm.
     gradients = 4 * (run.stream + run.config.vocab_size * d + d)
-    feed_forward = run.block_bytes + gradients + 2 * run.element * f * run.tokens + 4 * d * f
     # Probabilities, their gradient and the scores' gradient; on CUDA one product more. Autocast
     # casts to fp32 there.
-    per_score = 16 if run.device_kind == "cuda" else 3 * run.element
-    scratch = per_score * run.scores + run.context**2
-    if run.attention == "fused":
+    per_score = 16 if run.is_cuda else 3 * run.element
+    scratch = per_score * run.scores + run.mask
+    if run.is_fused:
         scratch = 4 * run.element * run.stream
-    attention = run.attention_part_bytes + gradients + scratch + 4 * (3 * d * f + d + d * d)
-    return {
-        **{f"forward: {name}": num_bytes for name, num_bytes in _forward_moments(run).items()},
-        "backward: loss": run.made_bytes + 2 * 4 * run.logits,
-        "backward: feed-forward, last block": run.earlier_bytes + feed_forward,
-        "backward: attention, last block": run.earlier_bytes + attention,
-        "backward: feed-forward, first block": later_gradients + feed_forward,
-        "backward: attention, first block": later_gradients + attention,
-        "backward: embedding": parameter_bytes(run.config) + 4 * run.stream,
+    parts = {
+        "feed-forward": run.block_bytes + 2 * run.element * f * run.tokens + 4 * d * f,
+        "attention": run.attention_part_bytes + scratch + 4 * (3 * d * f + d + d * d),
     }
+    later_gradients = (run.config.num_layers - 1) * block_gradient_bytes(run.config)
+    moments = {f"forward: {name}": most for name, most in _forward_moments(run).items()}
+    moments["backward: loss"] = run.made_bytes + 2 * 4 * run.logits
+    for block, others in (("last", run.earlier_bytes), ("first", later_gradients)):
+        for part, part_bytes in parts.items():
+            moments[f"backward: {part}, {block} block"] = others + part_bytes + gradients
+    moments["backward: embedding"] = parameter_bytes(run.config) + 4 * run.stream
+    return moments
 
 
 def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
@@ -497,7 +404,7 @@ def checkpoint_moments(
         "backward: embedding": parameter_bytes(config) + stream,
     }
     for size, num_later, num_inputs in _recomputed_groups(config.num_layers, plan):
-        group = replace(run, config=replace(config, num_layers=size))
+        group = _Pass(replace(config, num_layers=size), batch, context, **known)
         others = num_inputs * stream + num_later * gradients
         for name, num_bytes in _train_step_moments(group).items():
             if name.startswith("backward") and name.endswith("block"):
@@ -524,12 +431,6 @@ def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, 
     ]
 
 
-ATTENTION_KINDS = ("eager", "math", "fused")
-"""eager: the formula as it reads. math: SDPA's math backend, which scales copies of q and k and
-computes in fp32. fused: a kernel that keeps the log-sum-exp (fp32) in place of the scores.
-"""
-
-
 def attention_saved_bytes(
     kind: str, batch: int, length: int, d_head: int, element_bytes: int
 ) -> int:
@@ -537,13 +438,15 @@ def attention_saved_bytes(
     inputs included.
 
     Args:
-        kind: one of ATTENTION_KINDS.
+        kind: "eager" (the formula as it reads), "math" (SDPA's math backend, which scales copies of
+            q and k and computes in fp32) or "fused" (a kernel that keeps the log-sum-exp, fp32, in
+            place of the scores).
         batch: sequences times heads; length: of queries and keys alike.
         element_bytes: of the inputs: 4 for fp32, 2 for bf16.
 
     Raises ValueError for another kind.
     """
-    _check("kind of attention", kind, ATTENTION_KINDS)
+    _check("kind of attention", kind, ("eager", "math", "fused"))
     row = batch * length * d_head
     scores = batch * length * length
     if kind == "fused":
@@ -551,14 +454,17 @@ def attention_saved_bytes(
     return (4 if kind == "math" else element_bytes) * (3 * row + scores)
 
 
-def attention_peak_bytes(
+def attention_reserved_bytes(
     phase: str, batch: int, length: int, d_head: int, element_bytes: int, *, device_kind: str
 ) -> int:
-    """Returns the most bytes in use during a pass of eager attention, inputs and output included.
+    """Returns the most device memory that a pass of eager attention makes the allocator hold,
+    inputs and output included.
 
     Forward: scaled scores and probabilities, while the output is made. Backward: probabilities,
-    their gradient and the scores' gradient, beside the gradient of v; on CUDA also gradient times
-    probabilities, which the softmax's backward writes before it calls its kernel.
+    their gradient and the scores' gradient, beside the gradient of v. On CUDA also gradient times
+    probabilities, which the softmax's backward writes before it calls its kernel, and one matrix
+    more where the caching allocator cuts the gradient of v from the freed block of the scaled
+    scores, which then holds no other matrix and cannot be returned.
 
     Args:
         phase: "forward" or "backward"; batch to element_bytes as in `attention_saved_bytes`.
@@ -566,41 +472,19 @@ def attention_peak_bytes(
 
     Raises ValueError for another phase or kind of device.
 
-    Source: PyTorch, aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`.
+    Source: PyTorch, aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`, and
+    c10/cuda/CUDACachingAllocator.cpp; allocations up to 1 MiB come from blocks of their own.
     """
     _check("kind of device", device_kind, DEVICE_KINDS)
     _check("phase", phase, ("forward", "backward"))
-    if phase == "forward":
-        width = 4 * d_head + 2 * length
-    elif device_kind == "cuda":
-        width = 5 * d_head + 4 * length
-    else:
-        width = 5 * d_head + 3 * length
-    return element_bytes * batch * length * width
-
-
-def attention_reserved_bytes(
-    phase: str, batch: int, length: int, d_head: int, element_bytes: int, *, device_kind: str
-) -> int:
-    """Returns the most device memory that a pass of eager attention makes the allocator hold,
-    inputs included.
-
-    It is `attention_peak_bytes`, but for CUDA's backward pass one matrix more: the caching
-    allocator cuts the gradient of v from the freed block of the scaled scores, which then holds no
-    other matrix and cannot be returned.
-
-    Args and Raises as in `attention_peak_bytes`.
-
-    Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp; allocations up to 1 MiB come from blocks of
-    their own.
-    """
-    peak = attention_peak_bytes(
-        phase, batch, length, d_head, element_bytes, device_kind=device_kind
-    )
     row = element_bytes * batch * length * d_head
     scores = element_bytes * batch * length * length
-    is_cut = phase == "backward" and device_kind == "cuda" and 2**20 < row < scores
-    return peak + scores - row if is_cut else peak
+    if phase == "forward":
+        return 4 * row + 2 * scores
+    if device_kind != "cuda":
+        return 5 * row + 3 * scores
+    is_cut = 2**20 < row < scores
+    return 5 * row + 4 * scores + (scores - row if is_cut else 0)
 
 
 def attention_score_passes(phase: str, *, device_kind: str) -> int:
@@ -613,7 +497,7 @@ def attention_score_passes(phase: str, *, device_kind: str) -> int:
     the softmax's backward first multiplies gradient and probabilities: two more are read and one
     written.
 
-    Args and Raises as in `attention_peak_bytes`.
+    Args and Raises as in `attention_reserved_bytes`.
     """
     _check("kind of device", device_kind, DEVICE_KINDS)
     _check("phase", phase, ("forward", "backward"))
@@ -696,15 +580,6 @@ def best_bucket_bytes(num_bytes: float, bandwidth: float, latency_s: float) -> f
     return math.sqrt(num_bytes * bandwidth * latency_s)
 
 
-class LayerCost(NamedTuple):
-    """FLOPs and sent bytes of one rank, of an FFN layer."""
-
-    forward_flops: float
-    forward_bytes: float
-    backward_flops: float
-    backward_bytes: float
-
-
 def ffn_cost(
     tokens: float,
     d_model: int,
@@ -713,9 +588,9 @@ def ffn_cost(
     data: int = 1,
     tensor: int = 1,
     sharded: bool = False,
-) -> LayerCost:
-    """Returns what one rank computes and sends for a SwiGLU layer of three matrices on a grid of
-    `data` × `tensor` ranks, backward at twice the FLOPs of forward.
+) -> tuple[float, float, float, float]:
+    """Returns FLOPs and sent bytes of forward, then of backward, of one rank that runs a SwiGLU
+    layer of three matrices on a grid of `data` × `tensor` ranks; backward takes twice the FLOPs.
 
     Data parallel ranks all-reduce gradients in backward. Sharded, they gather weights in both
     passes and reduce-scatter gradients. Tensor parallel ranks all-reduce the activations of the
@@ -726,7 +601,7 @@ def ffn_cost(
     weight_bytes = 2 * num_weights / tensor * (data - 1) / data
     activation_bytes = 2 * (2 * tokens * d_model / data) * (tensor - 1) / tensor
     forward = activation_bytes + (weight_bytes if sharded else 0)
-    return LayerCost(flops, forward, 2 * flops, activation_bytes + 2 * weight_bytes)
+    return flops, forward, 2 * flops, activation_bytes + 2 * weight_bytes
 
 
 def min_grid_tokens(

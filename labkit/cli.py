@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import os
 import shlex
 import sys
 import time
@@ -26,16 +25,6 @@ from labkit.configs import (
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-
-OTHER_WAYS = {
-    "device": "`labkit run` measures this machine; `labkit report --device SLUG` shows another",
-    "measure": "`labkit run` always measures; `labkit report` shows what is recorded",
-    "save_figures": "`labkit run` always saves the figures",
-    "output": "use --output DIR",
-    "profile": "use --profile NAME",
-    "fresh": "use --fresh",
-}
-"""Notebook parameters that `labkit run -p` does not take, and what to use instead."""
 
 app = typer.Typer(
     add_completion=False,
@@ -133,12 +122,14 @@ def run(
     from labkit.experiments.sweep import measuring_lock
 
     names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
-    for assignment in parameter or []:
-        key = assignment.partition("=")[0]
-        if key in OTHER_WAYS:
-            raise RequestError(f"-p {key}= is not accepted: {OTHER_WAYS[key]}")
     device = detect()
     profile = chosen_profile(profile, device.default_profile)
+    options = dict(assignment.partition("=")[::2] for assignment in parameter or [])
+    parameters = {name: notebooks.narrowing(name, profile, options) for name in names}
+    root = _writable(output)
+    folders = {name: root / measured_by(name).slug for name in names}
+    # Fails now, not after hours of measuring, if the report could not read something.
+    records.newest_of(folders)
     values = {
         "device": device.slug,
         "measure": True,
@@ -147,23 +138,10 @@ def run(
         "fresh": fresh,
         "save_figures": True,
     }
-    parameters = {}
-    for name in names:
-        parameters[name] = notebooks.parse_parameters(name, parameter or [])
-        notebooks.narrowing(name, profile, parameters[name])
-    root = _writable(output)
-    folders = {name: root / measured_by(name).slug for name in names}
-    for folder in {root / device.slug, *folders.values()}:
-        # Fails now, not after hours of measuring, if the report could not read something.
-        records.check(folder)
     # Until this command ends, so that its rendering disturbs no other run.
-    context.with_resource(
-        measuring_lock(device, ", ".join(names), root / device.slug, wait=not no_wait)
-    )
-    print(
-        f"Measuring {device.name} with the {profile} profile into {root / device.slug}",
-        file=sys.stderr,
-    )
+    context.with_resource(measuring_lock(device, ", ".join(names), wait=not no_wait))
+    target = root / device.slug
+    print(f"Measuring {device.name} with the {profile} profile into {target}", file=sys.stderr)
     start = time.monotonic()
     failures = {}
     executed = {}
@@ -171,17 +149,16 @@ def run(
         for name in names:
             print(f"\n{name}", file=sys.stderr)
             try:
-                executed[name] = _run_notebook(name, parameters[name] | values, folders[name])
+                executed[name] = notebooks.execute(
+                    name, parameters[name] | values, show_progress=True
+                )
             except notebooks.NotebookError as error:
                 failures[name] = str(error)
     except KeyboardInterrupt:
         # It would print the interrupted cell's traceback.
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        print(
-            "\nInterrupted. Finished measurements are recorded; the same command goes on from "
-            "there.",
-            file=sys.stderr,
-        )
+        kept = "Finished measurements are recorded; the same command goes on from there."
+        print(f"\nInterrupted. {kept}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     from labkit.report import card, render
 
@@ -194,12 +171,11 @@ def run(
             html=True,
             measured=executed,
         )
-    except RequestError:  # nothing was recorded
-        pass
-    except (notebooks.NotebookError, records.RecordError) as error:
+    except (RequestError, notebooks.NotebookError, records.RecordError) as error:
         # Beside what may have failed before it.
         failures["report"] = f"no report: {error}"
-    _summary(folders, failures, time.monotonic() - start)
+    _summary(folders, failures)
+    print(f"{(time.monotonic() - start) / 60:.1f} minutes")
     if written:
         for line in card.lines(render.chapters_of(device.slug, output)):
             print(line)
@@ -208,24 +184,8 @@ def run(
         sys.exit(1)
 
 
-def _run_notebook(name: str, values: dict, folder: Path):
-    """Executes one notebook and returns it; raises NotebookError if it did not run to its end.
-
-    Only the file that the last cell writes counts as the end, since the notebook of a killed kernel
-    looks complete.
-    """
-    from labkit import notebooks, records
-
-    done = records.done_path(folder, name)
-    done.unlink(missing_ok=True)
-    executed = notebooks.execute(name, values, show_progress=True)
-    if not done.exists():
-        raise notebooks.NotebookError(f"{name}: ended without reaching its last cell")
-    return executed
-
-
-def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: float) -> None:
-    from labkit.records import newest_of, read_done, to_frame
+def _summary(folders: Mapping[str, Path], failures: dict[str, str]) -> None:
+    from labkit.records import newest_of, to_frame
     from labkit.report.text import disturbed_note
 
     records = newest_of(folders)
@@ -233,28 +193,20 @@ def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: flo
     for name in folders:
         counts = Counter(record.status for record in records[name])
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        session = (read_done(folders[name], name) or {}).get("session")
-        if counts and session and session not in {record.session for record in records[name]}:
-            states += "; all recorded before, --fresh measures again"
         print(f"{name}: {states or 'no records'}{'  FAILED' if name in failures else ''}")
     for error in failures.values():
         print(f"labkit: {error}", file=sys.stderr)
     for sentence in disturbed_note(to_frame(itertools.chain(*records.values()))):
         print(sentence)
-    print(f"{seconds / 60:.1f} minutes")
 
 
 def _writable(output: Path | None) -> Path:
-    """Returns the folder of the results, created if needed; raises RequestError if it cannot be
-    written.
-    """
+    """Returns the folder of the results, created if needed; raises RequestError if it cannot be."""
     root = (output or FIGURES).resolve()
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"cannot write to {root}: {error.strerror}") from None
-    if not os.access(root, os.W_OK):
-        raise RequestError(f"cannot write to {root}: permission denied")
     return root
 
 

@@ -5,10 +5,12 @@ Nothing here imports torch, so the command line and the report can name sizes wi
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 BATCH_SIZE = 4
 RMS_NORM_EPS = 1e-5
@@ -153,7 +155,7 @@ WARMUP_PHASES = ("forward", "forward_backward")
 WARMUP_COUNTS = (0, 1, 2, 5)
 WARMUP_MEASURED_STEPS = 10
 
-PROFILES = ("smoke", "full", "key")
+PROFILES = ("smoke", "full", "key", "quick")
 AUTO_PROFILE = "auto"
 """Stands for "full" on a GPU and for "smoke" elsewhere."""
 
@@ -178,32 +180,6 @@ NORM_SETTINGS = {"centred": (0.0, 1e-5), "offset": (16.0, 1e-5), "small epsilon"
 
 
 @dataclass(frozen=True)
-class Task:
-    """A synthetic task: each of `num_tokens` tokens is always followed by the same one, and the
-    model learns which.
-    """
-
-    size: str
-    vocab_size: int
-    num_tokens: int
-    context: int
-    batch: int
-    num_steps: int
-    learning_rate: float
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """One transformer block and its input, in fp32 with eager attention."""
-
-    d_model: int
-    d_ff: int
-    num_heads: int
-    context: int
-    batch: int
-
-
-@dataclass(frozen=True)
 class Rivalry:
     """A shape on which every implementation whose memory is linear is ranked: bf16, forward,
     backward and both.
@@ -214,19 +190,6 @@ class Rivalry:
     length: int
     d_head: int
     causal: bool
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Training steps that are called, and run as one CUDA graph: of all of the grid's sizes, or of
-    `sizes`.
-    """
-
-    impl: str
-    compile: str
-    precisions: tuple[str, ...]
-    contexts: tuple[int, ...]
-    sizes: tuple[str, ...] = ()
 
 
 LEADERBOARD = Rivalry(1, 16, 16384, 64, True)
@@ -240,15 +203,16 @@ class Grid:
 
 
 _CLASSES = {
-    "task": Task,
-    "block": BlockShape,
     "tiles_shape": Rivalry,
     "rivalries": Rivalry,
-    "executions": Execution,
+    "task": SimpleNamespace,
+    "block": SimpleNamespace,
+    "executions": partial(SimpleNamespace, sizes=()),
 }
+"""Of the keys whose tables have attributes; other tables are dicts."""
 
 
-def _grid_value(value, cls: type | None = None):
+def _grid_value(value, cls: Callable | None = None):
     if isinstance(value, list):
         return tuple(_grid_value(item, cls) for item in value)
     if isinstance(value, dict):
@@ -260,19 +224,15 @@ def _grid_value(value, cls: type | None = None):
 def read_grids(text: str) -> dict[str, dict[str, Grid]]:
     """Returns the grids in the TOML `text` by notebook and profile.
 
-    Without a table "key", the rows that sentences quote are all of "full". Raises ValueError for
-    other tables, TypeError for a key that "full" has not.
+    A table that is not there is as "full", and one that lacks keys is for these. Raises TypeError
+    for a key that "full" has not.
     """
     grids = {}
     for notebook, tables in tomllib.loads(text).items():
-        if {*tables, "key"} != set(PROFILES):
-            names = ", ".join(tables)
-            raise ValueError(f"{notebook} has {names}; required: smoke, full; accepted: key")
-        full = tables["full"]
-        grid = make_dataclass(notebook, full, bases=(Grid,), frozen=True)
+        grid = make_dataclass(notebook, tables["full"], bases=(Grid,), frozen=True)
         grids[notebook] = {}
         for profile in PROFILES:
-            table = full | tables.get(profile, {})
+            table = tables["full"] | tables.get(profile, {})
             values = {key: _grid_value(value, _CLASSES.get(key)) for key, value in table.items()}
             grids[notebook][profile] = grid(**values)
     return grids
@@ -310,31 +270,3 @@ def chosen_profile(profile: str, default: str) -> str:
     if profile not in accepted:
         raise RequestError(f"unknown profile {profile!r}; accepted: {', '.join(accepted)}")
     return default if profile == AUTO_PROFILE else profile
-
-
-def narrowed(grids: dict, profile: str, parameter: str, wanted: Sequence = ()) -> list:
-    """Returns the `wanted` values of `parameter`, one of NARROWED, in the grid's order; all where
-    none is named.
-
-    A size may be given by an alias. Raises RequestError for a value that the profile does not have;
-    it names the profile that has it, if one does.
-    """
-    accepted = _values(grids[profile], parameter)
-    if parameter == "sizes":
-        wanted = [model_config(str(name)).name for name in wanted]
-    for value in wanted:
-        if value not in accepted:
-            text = f"{NARROWED[parameter]} {value!r} is not in profile {profile!r}"
-            others = [name for name, grid in grids.items() if value in _values(grid, parameter)]
-            hint = f'; set profile = "{others[0]}"' if others else ""
-            raise RequestError(f"{text}; accepted: {', '.join(map(str, accepted))}{hint}")
-    return [value for value in accepted if not wanted or value in wanted]
-
-
-def _values(grid, parameter: str) -> list:
-    values = getattr(grid, parameter)
-    if parameter == "sizes":
-        return list(values)
-    if parameter == "lengths":
-        values = values + sum(getattr(grid, "long_lengths", {}).values(), ())
-    return sorted(set(values))

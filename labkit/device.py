@@ -30,23 +30,20 @@ from labkit.records import source_state
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) of its
-    memory.
+    """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) and GB
+    of its memory.
     """
 
     pattern: str
     fp32_tflops: float
     memory_gb_per_s: float
+    memory_gb: float
     source: str
     tf32_tflops: float | None = None
     bf16_tflops: float | None = None
 
     def tflops(self, precision: str) -> float | None:
-        """Returns the peak for "fp32", "tf32" or "bf16"; raises ValueError for another
-        precision.
-        """
-        if precision not in ("fp32", "tf32", "bf16"):
-            raise ValueError(f"unknown precision {precision!r}; accepted: fp32, tf32, bf16")
+        """Returns the peak for "fp32", "tf32" or "bf16"."""
         return getattr(self, f"{precision}_tflops")
 
 
@@ -306,54 +303,41 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
         return [Check("torch", False, str(error), lack)]
     device = detect()
     is_cuda = device.kind == "cuda"
-    driver = driver_version()
-    triton = software_versions()["triton"]
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    has_compiler = any(map(shutil.which, compilers))
     quota = cpu_quota()
-    peaks = device.peaks
     failure = nsys_failure()
-    has_nccl = (
-        is_cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    has_nccl = is_cuda and torch.distributed.is_nccl_available()
+    found = (
+        (
+            "GPU",
+            device.name if is_cuda else "",
+            "the full profile; the smoke profile runs on the CPU",
+        ),
+        ("NVIDIA driver and NVML", driver_version(), "clocks, power and throttling in the records"),
+        ("triton", software_versions()["triton"], "Triton kernels, torch.compile on a GPU"),
+        (
+            "C++ compiler",
+            next(filter(None, map(shutil.which, compilers)), ""),
+            "torch.compile on the CPU",
+        ),
+        (
+            "datasheet peaks",
+            device.peaks.source if device.peaks else "",
+            "utilisation against the datasheet; the measured ceiling remains",
+        ),
+        (
+            "NCCL",
+            "available" if has_nccl else "",
+            "collectives between GPUs; gloo on the CPU remains",
+        ),
     )
+    trust = "trust in timings made now"
     rows = [
         Check("torch", True, torch.__version__, ""),
         Check("device", True, f"{device.name} ({device.kind}), figures/{device.slug}/", ""),
-        Check(
-            "GPU",
-            is_cuda,
-            device.name if is_cuda else "no CUDA GPU",
-            "the full profile; the smoke profile runs on the CPU",
-        ),
-        Check(
-            "NVIDIA driver and NVML",
-            bool(driver),
-            driver or "not found",
-            "clocks, power and throttling in the records",
-        ),
-        Check(
-            "triton",
-            bool(triton),
-            triton or "not installed",
-            "Triton kernels, torch.compile on a GPU",
-        ),
-        Check(
-            "C++ compiler",
-            has_compiler,
-            "found" if has_compiler else "not found",
-            "torch.compile on the CPU",
-        ),
-        Check(
-            "no CPU quota",
-            quota is None,
-            f"{quota:.2g} cores by its control group" if quota else "none in force",
-            "trust in timings of the CPU made now; what the quota stops is marked",
-        ),
-        Check(
-            "datasheet peaks",
-            peaks is not None,
-            peaks.source if peaks else "not in the table",
-            "utilisation against the datasheet; the measured ceiling remains",
+        *(
+            Check(name, bool(detail), detail or "not found", disables)
+            for name, detail, disables in found
         ),
         Check(
             "nsys",
@@ -362,10 +346,10 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
             "Nsight Systems captures; torch.profiler is used",
         ),
         Check(
-            "NCCL",
-            has_nccl,
-            "available" if has_nccl else "not available",
-            "collectives between GPUs; gloo on the CPU remains",
+            "no CPU quota",
+            quota is None,
+            f"{quota:.2g} cores by its control group" if quota else "none in force",
+            f"{trust} on the CPU; what the quota stops is marked",
         ),
     ]
     if is_cuda:
@@ -374,7 +358,6 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
         reasons = ", ".join(monitor.summary.get("throttle_reasons", ()))
         others = monitor.summary.get("foreign_processes", 0)
         clock = f"SM clock {monitor.summary.get('sm_clock_mhz_median')} MHz"
-        trust = "trust in timings made now"
         rows += [
             Check("not throttled", not reasons, reasons or clock, trust),
             Check("GPU to itself", not others, f"{others} other processes on the GPU", trust),

@@ -10,16 +10,17 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from IPython.display import Markdown
 
 from labkit import notebooks
-from labkit.configs import AUTO_PROFILE
+from labkit.configs import AUTO_PROFILE, FIGURES, THIS_DEVICE, RequestError
 from labkit.device import detect
-from labkit.experiments import open_session
-from labkit.records import SESSION_SECTIONS
+from labkit.experiments.sweep import Case, Session
+from labkit.records import check_measured
 from labkit.report.chapter import Chapter
 
 
@@ -34,20 +35,29 @@ def open_chapter(
     save_figures: bool = False,
     **options: Any,
 ) -> Chapter:
-    """Returns a notebook's chapter; with `measure`, measures first what is not recorded yet, all
-    sections in order.
+    """Returns a notebook's chapter; with `measure`, measures first what is not recorded yet.
 
-    Args and Raises: as `experiments.open_session`; save_figures: as Chapter.
+    Args and Raises: as `experiments.sweep.Session`; save_figures: as Chapter. Without `measure`,
+    `device` is any that has records.
     """
-    arguments = {"device": device, "profile": profile, "output": output, "fresh": fresh}
-    session = open_session(notebook, measure=measure, **arguments, **options)
+    for name, flag in {"measure": measure, "fresh": fresh}.items():
+        # The text "false", which papermill passes on, would count as true.
+        if not isinstance(flag, bool):
+            raise RequestError(f"{name} must be True or False, not {flag!r}")
     if measure:
-        sections = dict.fromkeys(case.section for case in session.cases)
-        for section in sections:
-            if section not in SESSION_SECTIONS:
-                session.measure(section)
-    session.finish()
-    return Chapter(notebook, device=session.slug, output=output, save_figures=save_figures)
+        session = Session(
+            notebook, device=device, profile=profile, output=output, fresh=fresh, options=options
+        )
+        session.run()
+        device = session.device.slug
+    else:
+        device = detect().slug if device == THIS_DEVICE else device
+        try:
+            check_measured(device, Path(output or FIGURES))
+        except RequestError as error:
+            how = f'to measure this machine, set measure = True and device = "{THIS_DEVICE}"'
+            raise RequestError(f"{error}; {how}") from None
+    return Chapter(notebook, device=device, output=output, save_figures=save_figures)
 
 
 def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
@@ -96,29 +106,25 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     """
     _check("notebook", notebook, notebooks.names())
     experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
-    cases = experiment.cases("smoke", detect().kind)
-    _check("section", section, dict.fromkeys(case.section for case in cases))
-    case = next(case for case in cases if case.section == section)
+    first_of: dict[str, Case] = {}
+    for case in experiment.cases("smoke", detect().kind):
+        first_of.setdefault(case.section, case)
+    _check("section", section, first_of)
+    case = first_of[section]
     _check("phase", phase, case.phases)
     for name, value in changes.items():
         _check("parameter", name, case.parameters)
         if type(case.parameters[name]) is int and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
-    case = replace(case, parameters={**case.parameters, **changes}, phases=(phase,))
-    measured = None
+    case = replace(case, parameters=case.parameters | changes, phases=(phase,))
     for name, run in experiment.run_case(case, {}):
         measured = run()
         if name == phase:
             break
-    wrong = {
-        key: value for key, value in case.parameters.items() if measured.case.get(key) != value
-    }
-    if wrong:
-        raise ValueError(
-            f"asked for {wrong}, which this section does not know: it ran {measured.case}"
-        )
+    if measured.case != case.parameters:
+        raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
     others = {"observed": measured.observed, "phase": phase, "status": "ok"}
-    return pd.DataFrame([{**measured.case, **measured.metrics, **others}])
+    return pd.DataFrame([measured.case | measured.metrics | others])
 
 
 def _check(what: str, value: str, accepted: Iterable[str]) -> None:

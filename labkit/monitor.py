@@ -4,14 +4,16 @@ Nothing here imports torch but `nvml_handle`, for the UUID of torch's GPU.
 """
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
+import operator
 import os
 import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +42,11 @@ longer.
 """
 
 SHORTEST_STOP_S = 0.1
-"""A process that shows no life for this much longer than it means to sleep was stopped: by a
-signal, with its virtual machine, or its clock was set. A thread that holds the interpreter
-meanwhile computes, or waits for a core.
+"""A process that neither runs nor means to sleep for longer was stopped: by a signal, with its
+virtual machine, or its clock was set.
 """
 
-LOAD = ("other_cpu_cores", "cpu_wait_fraction", "cpu_pressure")
+LOAD = ("other_cpu_cores", "cpu_wait_fraction")
 """What a monitor says of the host beside whether that disturbed."""
 
 
@@ -95,8 +96,8 @@ class _HostReading(NamedTuple):
 
     CPU time of all processes and the hypervisor (`used_s`), of the hypervisor per core
     (`stolen_s`), of this process and its descendants (`own_s`); how long each of their threads
-    (`waited_s`), or any of the machine (`pressure_s`), was ready to run and had no core; how long
-    the quota kept cores from its group (`throttled_s`).
+    (`waited_s`) was ready to run and had no core; how long the quota kept cores from its group
+    (`throttled_s`).
     """
 
     time_s: float
@@ -104,7 +105,6 @@ class _HostReading(NamedTuple):
     stolen_s: float
     own_s: float
     waited_s: dict[str, float]
-    pressure_s: float | None
     throttled_s: float
 
 
@@ -112,9 +112,7 @@ def _host_reading() -> _HostReading | None:
     """Returns the current counters; None where the system has none (anything but Linux)."""
     try:
         ticks_per_s = os.sysconf("SC_CLK_TCK")
-        user, nice, system, _, _, irq, softirq, stolen = map(
-            int, (PROC / "stat").read_text().split()[1:9]
-        )
+        ticks = [int(text) for text in (PROC / "stat").read_text().split()[1:9]]
         waited_s = _waits("self")
     except (AttributeError, OSError):
         return None
@@ -124,17 +122,13 @@ def _host_reading() -> _HostReading | None:
             after_name = (PROC / pid / "stat").read_text().rpartition(")")[2].split()
             own_s += sum(map(int, after_name[11:15])) / ticks_per_s
             waited_s |= _waits(pid)
-    pressure_s = None
-    with contextlib.suppress(OSError):
-        some = re.search(r"total=(\d+)", (PROC / "pressure" / "cpu").read_text())
-        pressure_s = int(some[1]) / 1e6
+    _, _, _, idle, waiting, _, _, stolen = ticks
     return _HostReading(
         time_s=time.monotonic(),
-        used_s=(user + nice + system + irq + softirq + stolen) / ticks_per_s,
+        used_s=(sum(ticks) - idle - waiting) / ticks_per_s,
         stolen_s=stolen / ticks_per_s / (os.cpu_count() or 1),
         own_s=own_s,
         waited_s=waited_s,
-        pressure_s=pressure_s,
         throttled_s=_throttled_s(),
     )
 
@@ -163,8 +157,6 @@ def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], 
         "other_cpu_cores": round(other_s / window_s, 4),
         "cpu_wait_fraction": round(waited_s / window_s, 4),
     }
-    if begin.pressure_s is not None and end.pressure_s is not None:
-        load["cpu_pressure"] = round((end.pressure_s - begin.pressure_s) / window_s, 4)
     causes = []
     # CPU time is counted in ticks, so in a short window the time of others may not show.
     others_ran = other_s + 1 / os.sysconf("SC_CLK_TCK") >= BUSY_FRACTION * window_s
@@ -235,22 +227,6 @@ class Reading(NamedTuple):
     throttle_mask: int | None
 
 
-def throttle_reasons(readings: Iterable[Reading]) -> list[str]:
-    """Returns why the GPU throttled at any of these readings."""
-    masks = [reading.throttle_mask or 0 for reading in readings]
-    return sorted(
-        text for bit, text in THROTTLE_REASONS.items() if any(mask & bit for mask in masks)
-    )
-
-
-def _active_s(schedstat: Path) -> float:
-    """Returns how long a thread has run or waited for a core."""
-    try:
-        return sum(map(int, schedstat.read_text().split()[:2])) / 1e9
-    except OSError:  # where nothing tells work from a stop, all time counts as work
-        return time.perf_counter()
-
-
 class Monitor:
     """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons
     during a block.
@@ -275,7 +251,7 @@ class Monitor:
         self.readings: list[Reading] = []
         self._is_over = threading.Event()
         self._resources = contextlib.ExitStack()
-        self._stopped_s = 0.0
+        self._lost_s = 0.0
 
     def __enter__(self) -> "Monitor":
         self._nvml = None
@@ -283,7 +259,6 @@ class Monitor:
             self._nvml = self._resources.enter_context(open_nvml())
         if self._nvml:
             self._handle = nvml_handle(self._nvml)
-        self._watched = PROC / "self" / "task" / str(threading.get_native_id()) / "schedstat"
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._begin = _host_reading()
@@ -293,43 +268,40 @@ class Monitor:
         self._is_over.set()
         self._thread.join()
         end = _host_reading()  # the sampling thread has ended, so that its waits do not count
-        load, causes = _host_load(self._begin, end) if self._begin and end else ({}, [])
-        if self._stopped_s:
-            causes.append(f"the process was stopped for {self._stopped_s:.2g} s")
+        causes = []
+        stopped_s = self._lost_s
+        if self._begin and end:
+            load, causes = _host_load(self._begin, end)
+            self.summary |= load
+            # On a machine that others keep busy, time is lost in waiting for a core.
+            stopped_s -= load["cpu_wait_fraction"] * (end.time_s - self._begin.time_s)
+        if stopped_s > SHORTEST_STOP_S:
+            causes.append(f"the process was stopped for {stopped_s:.2g} s")
         if self._nvml:
             if not self.readings:
                 self._read()
-            self.summary = self._gpu_summary()
+            self.summary |= self._gpu_summary()
             self._resources.close()
         if others := self.summary.get("foreign_processes"):
-            causes.append(f"{others} other process{'' if others == 1 else 'es'} on the GPU")
-        self.summary |= load
+            causes.append(f"other processes on the GPU: {others}")
         if self.summary or causes:
             self.summary["disturbed"] = bool(causes)
         if causes:
             self.summary["disturbed_by"] = "; ".join(causes)
 
     def _run(self) -> None:
-        while not self._sleep():
-            if self._nvml:
+        is_over = False
+        while not is_over:
+            begin_s = time.perf_counter()
+            begin_cpu_s = time.process_time()
+            is_over = self._is_over.wait(self.interval_s)
+            # A thread that holds the interpreter meanwhile computes.
+            computed_s = time.process_time() - begin_cpu_s
+            lost_s = time.perf_counter() - begin_s - self.interval_s - computed_s
+            if lost_s > SHORTEST_STOP_S:
+                self._lost_s += lost_s
+            if self._nvml and not is_over:
                 self._read()
-
-    def _sleep(self) -> bool:
-        """Returns after an interval whether the block is over; counts how long the process was
-        stopped meanwhile.
-        """
-        own = PROC / "thread-self" / "schedstat"
-        begin_s = time.perf_counter()
-        watched_s = _active_s(self._watched)
-        own_s = _active_s(own)
-        is_over = self._is_over.wait(self.interval_s)
-        active_s = _active_s(self._watched) - watched_s
-        # This thread too may wait for a core, on a machine that others keep busy.
-        asleep_s = self.interval_s + _active_s(own) - own_s
-        lost_s = time.perf_counter() - begin_s - max(asleep_s, active_s)
-        if lost_s > SHORTEST_STOP_S:
-            self._stopped_s += lost_s
-        return is_over
 
     def _read(self) -> None:
         nvml = self._nvml
@@ -353,19 +325,21 @@ class Monitor:
             self.readings.append(reading)
 
     def _gpu_summary(self) -> dict[str, Any]:
-        def known(name: str) -> list[int]:
-            values = [getattr(reading, name) for reading in self.readings]
-            return [value for value in values if value is not None]
-
         summary: dict[str, Any] = {}
-        if clocks := known("sm_clock_mhz"):
-            summary["sm_clock_mhz_median"] = statistics.median_high(clocks)
-        if powers := known("power_mw"):
-            summary["power_w_max"] = max(powers) / 1000
-        if temperatures := known("temperature_c"):
-            summary["temperature_c_max"] = max(temperatures)
-        if known("throttle_mask"):
-            summary["throttle_reasons"] = throttle_reasons(self.readings)
+        for name, field, statistic in (
+            ("sm_clock_mhz_median", "sm_clock_mhz", statistics.median_high),
+            ("power_w_max", "power_mw", lambda values: max(values) / 1000),
+            ("temperature_c_max", "temperature_c", max),
+        ):
+            values = [getattr(reading, field) for reading in self.readings]
+            known = [value for value in values if value is not None]
+            if known:
+                summary[name] = statistic(known)
+        masks = [one.throttle_mask for one in self.readings if one.throttle_mask is not None]
+        if masks:
+            seen = functools.reduce(operator.or_, masks)
+            reasons = [text for bit, text in THROTTLE_REASONS.items() if seen & bit]
+            summary["throttle_reasons"] = sorted(reasons)
         if others := foreign_processes(self._nvml, self._handle):
             summary["foreign_processes"] = others
         return summary

@@ -1,19 +1,18 @@
-"""The notebooks as programs: finding them by number or name, checking their parameters, executing
-them.
+"""The notebooks as programs: finding them by number or name, narrowing their grids, executing them.
 
-What a parameter accepts comes from the notebook's own cell tagged "parameters": its names, and the
-types of their defaults. Nothing here imports torch.
+Nothing here imports torch.
 """
 
 import ast
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from labkit import guard
-from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, RequestError, narrowed
+from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, Grid, RequestError, model_config
 
 # Where jsonschema, which nbformat imports, finds this package, it takes four seconds to build 38
 # grammars of addresses.
@@ -81,88 +80,56 @@ def without_lessons(notebook):
     return type(notebook)(notebook, cells=cells)
 
 
-def parameters(name: str) -> dict[str, Any]:
-    """Returns the defaults in the notebook's parameters cell.
+def narrowing(name: str, profile: str, options: Mapping[str, Any]) -> dict[str, list]:
+    """Returns what `options` name of a notebook's grid, in the grid's order; nothing for an option
+    without a value, which leaves the grid whole.
 
-    Raises NotebookError if there is no such cell or a default is no literal (papermill evaluates
-    nothing).
+    A size may be given by an alias. Raises RequestError for an option or a value that the grid of
+    `profile` does not have; it names the profile that has it, if one does.
     """
-    cells = [cell for cell in read(name).cells if "parameters" in cell.metadata.get("tags", [])]
-    if not cells:
-        raise NotebookError(f"{name}: no cell is tagged 'parameters'")
-    try:
-        statements = ast.parse(cells[0].source).body
-        return {line.targets[0].id: ast.literal_eval(line.value) for line in statements}
-    except (AttributeError, ValueError) as error:
-        raise NotebookError(f"{name}: the parameters cell may only assign literals") from error
+    grids = {other: _narrowed_by(grid) for other, grid in GRIDS.get(name, {}).items()}
+    accepted = grids.get(profile, {})
+    result = {}
+    for key, value in options.items():
+        if key not in accepted:
+            names = ", ".join(accepted) or "none"
+            raise RequestError(f"unknown parameter {key!r} of {name}; accepted: {names}")
+        wanted = listed(key, value)
+        if key == "sizes":
+            wanted = [model_config(str(size)).name for size in wanted]
+        for one in wanted:
+            if one not in accepted[key]:
+                others = [other for other, grid in grids.items() if one in grid[key]]
+                hint = f'; set profile = "{others[0]}"' if others else ""
+                raise RequestError(
+                    f"{NARROWED[key]} {one!r} is not in profile {profile!r}; "
+                    f"accepted: {', '.join(map(str, accepted[key]))}{hint}"
+                )
+        if wanted:
+            result[key] = [one for one in accepted[key] if one in wanted]
+    return result
 
 
-def parse_parameters(name: str, assignments: Sequence[str]) -> dict[str, Any]:
-    """Returns the typed values of `KEY=VALUE` texts, checked against the notebook's parameters
-    cell.
-
-    A text parameter takes VALUE as it is, a list comma-separated items, every other a Python
-    literal of the default's type. Raises RequestError naming the bad key or value and what is
-    accepted.
-    """
-    defaults = parameters(name)
-    values = {}
-    for assignment in assignments:
-        key, separator, text = assignment.partition("=")
-        if not separator:
-            raise RequestError(f"parameter {assignment!r} is not of the form KEY=VALUE")
-        if key not in defaults:
-            raise RequestError(
-                f"unknown parameter {key!r} of {name}; accepted: {', '.join(defaults)}"
-            )
-        values[key] = _parse_value(key, text, defaults[key])
-    return values
-
-
-def _parse_value(key: str, text: str, default: Any) -> Any:
-    if isinstance(default, str):
-        return text
-    if isinstance(default, list):
-        return listed(key, text)
-    value = _literal(text)
-    if type(value) is not type(default):
-        names = {bool: "True or False"}
-        accepted = names.get(type(default), f"a value of type {type(default).__name__}")
-        raise RequestError(f"parameter {key!r} takes {accepted}, got {text!r}")
-    return value
+def _narrowed_by(grid: Grid) -> dict[str, list]:
+    """Returns the values of a grid that one can name, by parameter."""
+    values = {key: getattr(grid, key) for key in NARROWED if hasattr(grid, key)}
+    for lengths in getattr(grid, "long_lengths", {}).values():  # of some series only
+        values["lengths"] += lengths
+    return {key: list(values[key] if key == "sizes" else sorted({*values[key]})) for key in values}
 
 
 def listed(key: str, value: Any) -> list:
-    """Returns the values of the list parameter `key`, given as a list, as text with commas, or as
-    one number.
+    """Returns the values of the parameter `key`, given as a list, as text with commas, or as one
+    number, as plain papermill hands it over.
 
-    Plain papermill hands over text and numbers. Raises RequestError for text that holds no value.
+    Raises RequestError for text that holds no value.
     """
-    if isinstance(value, str):
-        if not value.strip():
-            raise RequestError(f"parameter {key!r} has no value; leave it out, or set [], for all")
-        return [_literal(item.strip()) for item in value.strip("[]").split(",") if item.strip()]
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def narrowing(name: str, profile: str, options: Mapping[str, Any]) -> dict[str, list]:
-    """Returns those of `options` that narrow a notebook's grid, as values of the grid in its order;
-    none for one that names nothing, which leaves the grid whole.
-
-    The one place where they are checked: raises RequestError for a value that the grid of `profile`
-    does not have.
-    """
-    asked = {key: listed(key, options[key]) for key in NARROWED if key in options}
-    return {
-        key: narrowed(GRIDS[name], profile, key, values) for key, values in asked.items() if values
-    }
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, list | tuple) else [value]
+    if not value.strip():
+        raise RequestError(f"parameter {key!r} has no value; leave it out, or set [], for all")
+    items = re.findall(r"[^\s,'\"\[\]]+", value)
+    return [int(item) if item.isdigit() else item for item in items]
 
 
 def show(name: str, values: Mapping[str, Any]):
@@ -173,7 +140,7 @@ def show(name: str, values: Mapping[str, Any]):
 
     Args:
         name: of the notebook; its file is not changed.
-        values: parameters to set, as `parse_parameters` returns them.
+        values: parameters to set.
 
     Raises:
         NotebookError: a cell raised.
@@ -210,7 +177,7 @@ def execute(
 
     Args:
         name: of the notebook; its file is not changed.
-        values: parameters to set, as `parse_parameters` returns them.
+        values: parameters to set.
         lessons: execute the cells tagged "lesson" too; without them only measurements use the
             device.
         show_progress: show the notebook's progress bars and messages on stderr.

@@ -7,22 +7,23 @@ half a second.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import re
 import reprlib
 import secrets
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from labkit.configs import REPOSITORY, RequestError
 
@@ -48,11 +49,13 @@ SHARED = (
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
+HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
+"""Sections that every session measures again, before any other: its call times are of its own host,
+whatever the experiment, and its results are divided by its own ceilings.
+"""
+
 LOCK_WAIT_S = 30.0
 """Gives the processes of a killed run time to end."""
-
-MAX_DEPTH = 16
-"""How deeply dicts and lists of a recorded value may be nested."""
 
 
 class RecordError(Exception):
@@ -96,12 +99,12 @@ class Record:
     status: str = "ok"
     reason: str = ""
     metrics: dict[str, float | int | None] = field(default_factory=dict)
-    samples: dict[str, list[float | None]] = field(default_factory=dict)
+    samples: dict[str, list[float | int | None]] = field(default_factory=dict)
     timer: dict[str, Any] = field(default_factory=dict)
     telemetry: dict[str, Any] = field(default_factory=dict)
     observed: dict[str, Any] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
-    source: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, str | bool | None] = field(default_factory=dict)
     machine: str = ""
     profile: str = ""
     session: str = ""
@@ -134,22 +137,21 @@ def source_state() -> dict[str, Any]:
     """
     if commit := os.environ.get("LABKIT_COMMIT"):
         return {"commit": commit, "dirty": os.environ.get("LABKIT_DIRTY", "0") != "0"}
-    unknown = {"commit": "unknown", "dirty": None}
-    if not shutil.which("git") or not (REPOSITORY / ".git").exists():
-        return unknown
 
     def git(*arguments: str) -> str:
         return subprocess.check_output(
             ["git", *arguments], cwd=REPOSITORY, text=True, stderr=subprocess.DEVNULL
         ).strip()
 
-    try:
-        # Measuring writes under figures/ and re-renders the report; neither changes what is
-        # measured.
-        changed = git("status", "--porcelain", "--", ".", ":!figures", ":!report.md", ":!notebooks")
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
-    except subprocess.CalledProcessError:  # no commit yet, or a tree that git refuses to read
-        return unknown
+    # An installation may lie in another project's tree.
+    if (REPOSITORY / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no commit
+            # Measuring writes under figures/ and re-renders the report; neither changes what is
+            # measured.
+            own = ("--", ".", ":!figures", ":!report.md", ":!notebooks")
+            is_dirty = bool(git("status", "--porcelain", *own))
+            return {"commit": git("rev-parse", "HEAD"), "dirty": is_dirty}
+    return {"commit": "unknown", "dirty": None}
 
 
 def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = math.inf) -> None:
@@ -181,157 +183,105 @@ def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = 
             raise ValueError(f"{low} is {known[low]} and {high} is {known[high]}: out of order")
 
 
-class Kind(NamedTuple):
-    """What a value in a file must be: a test, and how an error describes what it accepts."""
+_DEFAULTS = asdict(Record(None, None, None, None, None, None))  # None: it has no default
 
-    fits: Callable[[Any], bool]
-    accepted: str
-
-
-def _typed(accepted: str, *types: type) -> Kind:
-    return Kind(lambda value: type(value) in types, accepted)
-
-
-def list_of(types: set[type], accepted: str) -> Kind:
-    return Kind(
-        lambda values: type(values) is list and types.issuperset(map(type, values)), accepted
-    )
-
-
-_NUMBER_TYPES = (int, float, type(None))
-TEXT = _typed("a text", str)
-OBJECT = _typed("an object", dict)
-NUMBER = _typed("a number or null", *_NUMBER_TYPES)
-NAME = Kind(lambda value: type(value) is str and value != "", "a non-empty text")
-COUNT = Kind(lambda value: type(value) is int and value >= 0, "a whole number from 0")
-AMOUNT = Kind(lambda value: type(value) in (int, float) and value >= 0, "a number from 0")
-
-_RECORD = {
-    **dict.fromkeys(("notebook", "section", "phase", "device"), NAME),
-    **dict.fromkeys(("reason?", "machine?", "profile?", "session?", "recorded_at?"), TEXT),
-    **dict.fromkeys(("software.*", "source.commit?"), TEXT),
-    **dict.fromkeys(("case", "observed?", "metrics?", "samples?", "timer?", "telemetry?"), OBJECT),
-    "status?": Kind(STATUSES.__contains__, ", ".join(STATUSES)),
-    "measurement_version": COUNT,
-    "metrics.*": NUMBER,
-    "samples.*": list_of({*_NUMBER_TYPES}, "a list of numbers and null"),
-    "telemetry.throttle_reasons?": list_of({str}, "a list of texts"),
-    "telemetry.sustained?": OBJECT,
-}
-# None stands for what has no default.
-_DEFAULTS = asdict(Record(None, None, None, None, None, None))
-_HEADER = {"session": TEXT, "shared": OBJECT}
-
+_HEADER = {"session": str, "shared": dict[str, Any]}
+_DONE = {"num_missing": int, "profile": str}
 # What the report reads of environment.json.
 _ENVIRONMENT = {
-    "device.name?": TEXT,
-    "device.kind?": TEXT,
-    "gpu.num_multiprocessors": COUNT,
-    "gpu.memory_bytes": COUNT,
-    "gpu.compute_capability": TEXT,
-    "gpu.power_limit_w?": AMOUNT,
-    "gpu.max_sm_clock_mhz?": COUNT,
-    "cpu.name": TEXT,
-    "cpu.num_cores": COUNT,
+    "device": {"name": str, "kind": str},
+    "gpu": {
+        "num_multiprocessors": int,
+        "memory_bytes": int,
+        "power_limit_w": float | int | None,
+        "max_sm_clock_mhz": int | None,
+    },
+    "cpu": {"name": str, "num_cores": int},
 }
-_DONE = {"num_missing": COUNT, "profile": TEXT}
 
 
-def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:
-    """Raises ValueError, naming the field, where parsed content is not a dict with fields of these
-    kinds.
+@cache
+def _parts(kind: Any) -> tuple[Any, tuple]:
+    return get_origin(kind), get_args(kind)
+
+
+def _check(value: Any, kind: Any, name: str = "") -> None:
+    """Raises ValueError, naming the field, where parsed JSON is not of a kind.
 
     Args:
-        kinds: by name of the field: "a", "a.b" for the entry b of a dict a, "a.*" for all entries
-            of a. A field may be absent if its name ends with "?", or if the dict that it belongs to
-            is absent or empty.
+        kind: a type, a union of types, a list or dict of such, or by name the kinds of a dict's
+            entries, beside which others may stand.
     """
-    if type(content) is not dict:
-        raise ValueError(f"not an object but {type(content).__name__}")
-    for name, kind in kinds.items():
-        outer, _, last = name.rstrip("?").rpartition(".")
-        holder = content.get(outer, {}) if outer else content
-        if type(holder) is not dict:
-            raise _unfit(outer, holder, "an object")
-        if last != "*" and last not in holder and not name.endswith("?") and (holder or not outer):
-            raise ValueError(f"no field {name}")
-        for key in holder if last == "*" else [last]:
-            if key in holder and not kind.fits(holder[key]):
-                raise _unfit(f"{outer}.{key}".lstrip("."), holder[key], kind.accepted)
+    if type(kind) is dict:
+        _check(value, dict[str, Any], name)
+        for key in kind:
+            if key in value or type(kind[key]) is not dict:  # a machine may lack a part
+                _check(value.get(key), kind[key], f"{name}.{key}".lstrip("."))
+        return
+    container, inner = _parts(kind)
+    if container in (dict, list) and type(value) is container:
+        for key, entry in value.items() if container is dict else enumerate(value):
+            _check(entry, inner[-1], f"{name}.{key}")
+    elif kind is not Any and type(value) not in (inner if container is UnionType else [kind]):
+        accepted = getattr(kind, "__name__", kind)
+        raise ValueError(f"field {name[:80]} is {reprlib.repr(value)}; accepted: {accepted}")
 
 
-def validate(content: dict[str, Any]) -> None:
-    """Raises ValueError, naming the field, where a JSON object is not a record as `Record`
-    describes it.
+def _checked(content: dict[str, Any]) -> Record:
+    """Returns the record that a JSON object holds; raises ValueError, naming the field, where it
+    holds none.
     """
     version = content.get("schema_version")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+    if version not in range(1, SCHEMA_VERSION + 1):
         raise ValueError(
             f"schema version {reprlib.repr(version)}; this labkit reads up to {SCHEMA_VERSION}"
         )
-    if unknown := content.keys() - _DEFAULTS.keys():
-        raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
-    check_fields(content, _RECORD)
-    _check_values(content)
-    metrics = content.get("metrics", {})
-    status = content.get("status", "ok")
-    if metrics and status != "ok":
-        raise _unfit("metrics", metrics, f"{{}} where the status is {status}")
     try:
-        check_plausible(metrics)
-    except ValueError as error:
-        raise ValueError(f"field metrics.{error}") from None
+        record = Record(**content)
+    except TypeError as error:  # a field that is unknown, or missing
+        raise ValueError(str(error)[:200]) from None
+    for one in fields(Record):
+        _check(getattr(record, one.name), one.type, one.name)
+    _check(record.telemetry.get("sustained", {}), dict[str, Any], "telemetry.sustained")
+    if record.status not in STATUSES:
+        raise ValueError(f"field status is {record.status!r}; accepted: {', '.join(STATUSES)}")
+    if record.metrics and record.status != "ok":
+        raise ValueError(f"there are metrics although the status is {record.status}")
+    check_plausible(record.metrics)
+    return record
 
 
-def _unfit(field_name: str, value: Any, accepted: str) -> ValueError:
-    return ValueError(f"field {field_name[:80]} is {reprlib.repr(value)}; accepted: {accepted}")
-
-
-def _check_values(holder: dict | list, name: str = "", depth: int = 0) -> None:
-    """Raises ValueError for numbers that are not finite or need more than 64 bits, and for too deep
-    nesting.
-
-    Python parses 1e999 as infinity, and no column of a frame holds 2^80.
-    """
-    if depth > MAX_DEPTH:
-        raise ValueError(f"field {name[:80]} is nested more than {MAX_DEPTH} deep")
-    for key, value in holder.items() if type(holder) is dict else enumerate(holder):
-        kind = type(value)
-        if kind is dict or kind is list:
-            _check_values(value, f"{name}.{key}".lstrip("."), depth + 1)
-        elif (kind is float and not math.isfinite(value)) or (
-            kind is int and not -(2**63) <= value < 2**63
-        ):
-            where = f"{name}.{key}".lstrip(".")
-            raise _unfit(where, value, "finite numbers of at most 64 bits")
-
-
-_MARKUP = re.compile(rb"(?i)[<>`]|\](?=\()|\\(?:u00(?:[01].|28|3[ce]|5[cd]|60)|[nrt\\])")
+_MARKUP = re.compile(
+    rb"(?i)[<>`]|\](?=\()|\\(?:u(?:00(?:[01].|28|3[ce]|5[cd]|60)|d[89a-f]..)|[nrt\\])"
+)
 """In JSON, also written as numbers: <, >, `, a link's ](, line ends and other control characters,
-backslashes.
+backslashes, and halves of surrogate pairs, which cannot be written alone. The report shows a quote
+mark in their place, for Markdown and HTML would not show them as they are.
 """
 
 
-def _plain(text: bytes) -> bytes:
-    """Returns JSON with a quote mark for all in its texts that Markdown or HTML would not show as
-    it is.
-    """
-    return _MARKUP.sub(b"'", text)
+def _finite(text: str, kind: type = float) -> float | int:
+    """Returns a number of JSON; raises ValueError for what no float holds: 1e999, NaN, 10^400."""
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text[:40]} is not finite")
+    return kind(text)
 
 
-def _parse(text: bytes) -> dict[str, Any]:
+def _rounded(text: str) -> float:
+    """Returns a number with the seven digits that clocks and counters know."""
+    return float(f"{float(text):.7g}")
+
+
+def _parse(text: bytes, parse_float: Callable[[str], float] = _finite) -> dict[str, Any]:
     """Returns the JSON object in UTF-8 `text`; raises ValueError where there is none."""
+    numbers = {"parse_float": parse_float, "parse_constant": _finite}
     try:
-        content = json.loads(text.decode("utf-8"))
-        # Half a surrogate pair parses, but cannot be written.
-        if re.search(rb"\\u[dD][89a-fA-F]", text):
-            json.dumps(content, ensure_ascii=False).encode("utf-8")
+        content = json.loads(text.decode("utf-8"), parse_int=partial(_finite, kind=int), **numbers)
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
-    if type(content) is not dict:
-        raise ValueError(f"not an object but {type(content).__name__}")
+    _check(content, dict[str, Any])
     return content
 
 
@@ -341,49 +291,44 @@ def _line(content: Any) -> bytes:
     return f"{text}\n".encode()
 
 
-def _rounded(value: Any, digits: int = 7) -> Any:
-    """Returns a value with its floats rounded to seven digits, as clocks and counters know,
-    fractions to four.
+def as_content(record: Record) -> dict[str, Any]:
+    """Returns what JSON holds of a record; raises ValueError or TypeError for one that `load` would
+    refuse.
     """
-    if type(value) is float:
-        return float(f"{value:.{digits}g}")
-    if isinstance(value, dict):
-        return {
-            name: _rounded(inner, 4 if name.endswith(("_fraction", "_error")) else digits)
-            for name, inner in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_rounded(inner, digits) for inner in value]
-    return value
+    content = asdict(record)
+    # The reason may quote a file name that is not UTF-8.
+    content["reason"] = record.reason.encode("utf-8", "backslashreplace").decode("utf-8")
+    # A case keeps its identity to the last digit.
+    case = _parse(_line(content["case"]))
+    content = _parse(_line(content), _rounded) | {"case": case}
+    _checked(content)
+    return content
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
     """Returns the environment.json in a device's folder; {} if there is none. Raises RecordError if
     it is damaged.
     """
-    path = folder / "environment.json"
-    content = _read_object(path, _ENVIRONMENT) or {}
-    gpu = content.get("gpu", {})
-    if "power_limit_w" in gpu and "max_sm_clock_mhz" not in gpu:
-        raise RecordError(f"{path}: no field gpu.max_sm_clock_mhz beside gpu.power_limit_w")
-    return content
+    return _read_object(folder / "environment.json", _ENVIRONMENT) or {}
 
 
 def done_path(folder: Path, notebook: str) -> Path:
-    """Returns the file in a device's folder that is written when a notebook reaches its end."""
+    """Returns the file in a device's folder that is written when all cases of a notebook were
+    tried.
+    """
     return folder / "records" / f"{notebook}.done.json"
 
 
 def read_done(folder: Path, notebook: str) -> dict[str, Any] | None:
-    """Returns what a notebook wrote at its end ("num_missing", "profile", …); None if it did not
-    reach it.
+    """Returns what a notebook's last session wrote in the end ("num_missing", "profile"); None if
+    it did not come so far.
 
     Raises RecordError if the file is damaged.
     """
     return _read_object(done_path(folder, notebook), _DONE)
 
 
-def _read_object(path: Path, kinds: Mapping[str, Kind]) -> dict[str, Any] | None:
+def _read_object(path: Path, kind: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the JSON object in a file, None without a file; raises RecordError where a field is
     not of its kind.
     """
@@ -391,17 +336,14 @@ def _read_object(path: Path, kinds: Mapping[str, Kind]) -> dict[str, Any] | None
     if text is None:
         return None
     try:
-        content = _parse(_plain(text))
-        check_fields(content, kinds)
-        _check_values(content)
+        content = _parse(_MARKUP.sub(b"'", text))
+        _check(content, kind)
     except ValueError as error:
         raise RecordError(f"{path}: {error}") from error
     return content
 
 
 def _read_bytes(path: Path) -> bytes | None:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise RecordError(f"{path}: is no file")
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -417,8 +359,6 @@ def check(folder: Path) -> dict[str, list[Record]]:
     Raises RecordError for the first damaged file.
     """
     read_environment(folder)
-    if (folder / "records").is_file():
-        raise RecordError(f"{folder / 'records'}: is no folder")
     records = {}
     for path in sorted((folder / "records").glob("[0-9][0-9]_*.jsonl")):
         records[path.stem] = newest(RecordStore(path).load())
@@ -470,17 +410,13 @@ def write_bytes_atomic(path: Path, content: bytes) -> Path:
     """Writes a file so that a reader, or a killed run, sees the old content or the new one; returns
     `path`.
 
-    The file keeps its permissions, and a link stays one. Raises RecordError where it cannot be
-    written.
+    Raises RecordError where it cannot be written.
     """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(4)}.part")
+    temporary = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
     try:
         try:
             temporary.write_bytes(content)
-            if target.exists():
-                temporary.chmod(target.stat().st_mode & 0o777)
-            os.replace(temporary, target)
+            os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
@@ -498,8 +434,8 @@ class RecordStore:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        # What this store has written down that the records of a session share.
-        self._shared: dict[str, dict[str, Any]] = {}
+        # The line that this store has written last of what records share.
+        self._shared = b""
 
     def append(self, record: Record) -> None:
         """Writes one record as one line and returns after it has reached the disk.
@@ -509,19 +445,14 @@ class RecordStore:
         Raises ValueError or TypeError, before anything is written, for a record that `load` would
         refuse; RecordError where it cannot be written.
         """
-        content = asdict(record)
-        for name in ("metrics", "samples", "timer", "telemetry", "observed"):
-            content[name] = _rounded(content[name])
-        # The reason may quote a file name that is not UTF-8.
-        content["reason"] = record.reason.encode("utf-8", "backslashreplace").decode("utf-8")
-        content = _parse(_line(content))
-        validate(content)
+        content = as_content(record)
         session = {"session": record.session}
         shared = {name: content.pop(name) for name in SHARED}
         own = {name: value for name, value in content.items() if value != _DEFAULTS[name]}
+        header = _line(session | {"shared": shared})
         line = _line(session | own)
-        if self._shared.get(record.session) != shared:
-            line = _line(session | {"shared": shared}) + line
+        if header != self._shared:
+            line = header + line
         try:
             with open(self.path, "ab") as file:
                 file.write(line)
@@ -531,7 +462,7 @@ class RecordStore:
             raise RecordError(
                 f"{self.path}: {record.identity} cannot be written ({error.strerror})"
             ) from error
-        self._shared[record.session] = shared
+        self._shared = header
 
     def state(self) -> tuple[int, ...]:
         """Returns what is another whenever the file is: its size and its time; () without a
@@ -551,25 +482,23 @@ class RecordStore:
         """
         text = _read_bytes(self.path) or b""
         if plain:
-            text = _plain(text)
+            text = _MARKUP.sub(b"'", text)
         records = []
         shared = {}
         session = ""
-        lines = text[: len(text) - _num_torn(text)].splitlines()
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(text.removesuffix(_torn(text)).splitlines(), start=1):
             try:
                 content = _parse(line)
                 if "shared" in content:
-                    check_fields(content, _HEADER)
+                    _check(content, _HEADER)
                     session = content["session"]
                     shared[session] = content["shared"]
                     continue
                 content = {"session": session} | content
                 content = shared.get(str(content["session"]), {}) | content
-                validate(content)
+                records.append(_checked(content))
             except ValueError as error:
                 raise RecordError(f"{self.path}, line {number}: {error}") from error
-            records.append(Record(**content))
         return records
 
     def repair(self) -> None:
@@ -577,14 +506,13 @@ class RecordStore:
         into a .torn file.
         """
         content = _read_bytes(self.path) or b""
-        if num_torn := _num_torn(content):
+        if torn := _torn(content):
             kept = self.path.with_suffix(".torn")
-            print(
-                f"labkit: {self.path} ended in {num_torn} bytes of a torn line, now in {kept.name}",
-                file=sys.stderr,
-            )
-            write_bytes_atomic(kept, (_read_bytes(kept) or b"") + content[-num_torn:] + b"\n")
-            os.truncate(self.path, len(content) - num_torn)
+            where = f"{len(torn)} bytes of a torn line, now in {kept.name}"
+            print(f"labkit: {self.path} ended in {where}", file=sys.stderr)
+            with open(kept, "ab") as file:
+                file.write(torn + b"\n")
+            os.truncate(self.path, len(content) - len(torn))
         elif content and not content.endswith((b"\n", b"\r")):
             with open(self.path, "ab") as file:
                 file.write(b"\n")
@@ -594,8 +522,6 @@ class RecordStore:
         """Locks the file for this process; raises RecordError if another one holds it for
         LOCK_WAIT_S.
         """
-        import fcntl
-
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path.with_suffix(".lock"), "w") as lock:
             deadline = time.monotonic() + LOCK_WAIT_S
@@ -605,29 +531,25 @@ class RecordStore:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise RecordError(
-                            f"{self.path}: another labkit run is writing to it"
-                        ) from None
-                    time.sleep(0.1)
+                        reason = "another labkit run is writing to it"
+                        raise RecordError(f"{self.path}: {reason}") from None
                 except OSError as error:  # some network file systems lock nothing
-                    raise RecordError(
-                        f"{lock.name}: cannot be locked ({error.strerror})"
-                    ) from error
+                    reason = f"cannot be locked ({error.strerror})"
+                    raise RecordError(f"{lock.name}: {reason}") from error
+                time.sleep(0.1)
             yield
 
 
-def _num_torn(content: bytes) -> int:
-    """Returns how many bytes at a file's end are a line that was cut off: neither ended nor begun
-    with a JSON value.
+def _torn(content: bytes) -> bytes:
+    """Returns the line at a file's end that was cut off: neither ended nor begun with a JSON
+    value.
     """
     line = [b"", *content.splitlines(keepends=True)][-1]
-    if line.endswith((b"\n", b"\r")):
-        return 0
     try:
         json.JSONDecoder().raw_decode(line.decode("utf-8"))
     except (ValueError, RecursionError):
-        return len(line)
-    return 0
+        return b"" if line.endswith((b"\n", b"\r")) else line
+    return b""
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
@@ -642,12 +564,6 @@ def newest(records: Iterable[Record]) -> list[Record]:
             latest.pop(record.identity, None)
             latest[record.identity] = record
     return list(latest.values())
-
-
-HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
-"""Sections that every session measures again, before any other: its call times are of its own host,
-whatever the experiment, and its results are divided by its own ceilings.
-"""
 
 
 def by_session(records: Iterable[Record]) -> dict[str, dict[str, Record]]:

@@ -10,13 +10,10 @@ torch is imported only by the faults that need it, so that a worker of this expe
 once.
 """
 
-import ctypes
 import json
 import math
-import multiprocessing
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -34,7 +31,6 @@ import numpy as np
 from labkit.device import detect
 from labkit.experiments import sweep
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Session, Skip
-from labkit.monitor import descendants
 from labkit.records import source_state
 
 MEASUREMENT_VERSION = 1
@@ -68,11 +64,6 @@ def _cpu_out_of_memory(case: Case) -> None:
     torch.empty(2**50, dtype=torch.uint8)
 
 
-def _segmentation_fault(case: Case) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ctypes.string_at(0)
-
-
 def _hang_with_the_interpreter(case: Case) -> None:
     # Matching this takes 2^60 steps, all of them without letting another thread of the process run.
     re.fullmatch("(a+)+b", "a" * 60)
@@ -88,29 +79,10 @@ def _end_when_done(case: Case) -> None:
 
     def send_and_end(connection: Connection, message: tuple) -> None:
         send(connection, message)
-        if message == ("done",):
+        if message[0] == "skipped":
             os._exit(3)
 
     Connection.send = send_and_end
-
-
-def _end_before_next_phase(case: Case) -> None:
-    # The worker has looked up the method by which it sends this phase's measurement.
-    Connection.send = lambda *_: os._exit(3)
-
-
-def _watch_the_session(case: Case) -> None:
-    session = multiprocessing.parent_process().pid
-    own = {str(os.getpid()), *descendants()}
-
-    def cpu_ms_of_others() -> float:
-        others = {str(session), *descendants(str(session))} - own
-        tasks = [task for pid in others for task in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e6
-
-    before = cpu_ms_of_others()
-    time.sleep(WATCHED_MS / 1e3)
-    _note(case, "watched", cpu_ms=cpu_ms_of_others() - before)
 
 
 def _fail_when_repeated(case: Case) -> None:
@@ -128,7 +100,6 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     ),
     "exit": lambda case: os._exit(3),
     "kill": lambda case: os.kill(os.getpid(), signal.SIGKILL),
-    "segmentation_fault": _segmentation_fault,
     "hang": lambda case: time.sleep(600),
     "hang_with_the_interpreter": _hang_with_the_interpreter,
     "skip": _skip,
@@ -136,19 +107,15 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "long": lambda case: time.sleep(0.8),
     "child": _start_child,
     "end_when_done": _end_when_done,
-    "busy_then_end": _end_before_next_phase,
     "busy_then_exit": _fail_when_repeated,
-    "watch_the_session": _watch_the_session,
 }
 FAULTS |= {
     f"child_and_{name}": lambda case, fault=FAULTS[name]: (_start_child(case), fault(case))
-    for name in ("exit", "hang", "hang_with_the_interpreter")
+    for name in ("hang", "hang_with_the_interpreter")
 }
 
 CLAIMS: dict[str, dict] = {
-    "negative_time": {"metrics": {"median_ms": -1.0}},
     "nan": {"metrics": {"median_ms": math.nan}},
-    "above_peak": {"metrics": {"median_ms": 1.5, "datasheet_fraction": 1.2}},
     "other_label": {"case": {"name": "something else"}},
     "foreign_number": {"metrics": {"median_ms": 1.5, "error": np.float32(0.1)}},
     "unpicklable": {"observed": {"model": lambda: None}},
@@ -159,11 +126,8 @@ CPU_WAITS = {
     "busy_once": (0.5, 0.0),
     "busy": (0.5, 0.2, 0.4),
     "busy_then_exit": (0.5,),
-    "busy_then_end": (0.5, 0.0),
 }
 """How much of its window each attempt at a phase waits for a core; 0: undisturbed."""
-
-WATCHED_MS = 300
 
 
 def make_case(
@@ -182,8 +146,8 @@ def make_case(
     return Case(section, parameters, tuple(phases), timeout_s, **flags)
 
 
-def cases(profile: str, device_kind: str, *, plan: Sequence[Case] = ()) -> list[Case]:
-    return list(plan)
+def cases(profile: str, device_kind: str) -> list[Case]:
+    return []
 
 
 class Subject:
@@ -235,11 +199,9 @@ def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subjec
 
 def _num_attempts(case: Case) -> int:
     """Returns how often the phase at which the case misbehaves has begun so far, in any process."""
-    entries = [json.loads(line) for line in Path(case.parameters["log"]).read_text().splitlines()]
-    return sum(
-        (entry["name"], entry["step"]) == (case.parameters["name"], case.parameters["at"])
-        for entry in entries
-    )
+    entries = map(json.loads, Path(case.parameters["log"]).read_text().splitlines())
+    steps = [(entry["name"], entry["step"]) for entry in entries]
+    return steps.count((case.parameters["name"], case.parameters["at"]))
 
 
 def _note(case: Case, step: str, **more: float) -> None:
@@ -272,9 +234,8 @@ class FaultySession(Session):
 def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = False) -> Session:
     """Returns a session of `plan` on this machine that records under `output`."""
     device = detect().slug
-    options = {"plan": plan}
     session = FaultySession(
-        NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options=options
+        NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options={}
     )
     session.cases = list(plan)  # without the host, which this experiment cannot measure
     return session
@@ -290,7 +251,9 @@ def serve() -> None:
     """
     import torch  # noqa: F401
 
-    sweep.PRELOADED = ()  # workers that need no compiler need not wait for it
+    # Workers that need no compiler need not wait for it.
+    sweep.PRELOADED = ()
+    sweep.has_gpu_driver = lambda: True
 
     source_state()
     for line in sys.stdin:
@@ -312,8 +275,7 @@ def _serve_one(request: dict) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout carries the server's answers only
         plan = [make_case(**arguments) for arguments in request["plan"]]
         session = open_session(request["output"], plan)
-        for section in request["sections"]:
-            session.measure(section)
+        session.run()
         code = 0
     except BaseException:
         traceback.print_exc()

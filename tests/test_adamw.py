@@ -70,45 +70,38 @@ def check_random_events(dtype: torch.dtype, seed: int, device: str = "cpu") -> N
     *betas, eps = choose.choice([(0.9, 0.999, 1e-8), (0.0, 0.99, 1e-8), (0.9, 0.0, 0.1)])
     options = {"lr": 0.01, "betas": tuple(betas), "eps": eps, "weight_decay": 0.1}
     optimizers = [FusedAdamW(ours[:-1], **options), torch.optim.AdamW(theirs[:-1], **options)]
-    events = ["step"] * 4 + ["weights", "copy", "pickle", "exchange", "rate", "group", "freeze"]
-    for number, event in enumerate([choose.choice(events) for _ in range(14)] + ["step"]):
-        if event == "step":
-            for p, q in zip(ours, theirs, strict=True):
-                random_grad = torch.randn(p.shape, generator=generator)
-                grad = choose.choice([None, torch.zeros(p.shape), *3 * [random_grad]])
-                p.grad = None if grad is None else grad.to(p)
-                q.grad = None if grad is None else p.grad.to(q.dtype)
-            for optimizer in optimizers:
-                optimizer.step()
-        elif event == "weights":
-            p, q = choose.choice(list(zip(ours, theirs, strict=True)))
+    for number in range(16):
+        pairs = list(zip(ours, theirs, strict=True))
+        event = choose.choice(["step", "step", "weights", "pickle", "exchange", "rate", "group"])
+        if event == "weights":
+            p, q = choose.choice(pairs)
             # Far from all before: what rounds to the parameter as it is, the master may stay.
             loaded = 16 * number + torch.randint(1, 9, p.shape, generator=generator)
             p.data.copy_(loaded)
             q.data.copy_(loaded)
-        elif event in ("copy", "pickle"):
-            objects = optimizers, ours, theirs
-            twin = copy.deepcopy if event == "copy" else lambda x: pickle.loads(pickle.dumps(x))
-            optimizers, ours, theirs = twin(objects)
+        elif event == "pickle":
+            optimizers, ours, theirs = pickle.loads(pickle.dumps((optimizers, ours, theirs)))
         elif event == "exchange":
             states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
             for optimizer, state in zip(optimizers, reversed(states), strict=True):
                 optimizer.load_state_dict(state)
-            for p, q in zip(ours, theirs, strict=True):
+            for p, q in pairs:
                 q.data.copy_(p)  # PyTorch's has no masters
                 if "master" in optimizers[0].state.get(p, {}):
                     optimizers[0].state[p]["master"].copy_(p.detach())
         elif event == "rate":
-            rate = choose.choice([0.02, torch.tensor(0.005)])
             for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = rate
+                optimizer.param_groups[0]["lr"] = torch.tensor(0.005)
         elif event == "group" and len(optimizers[0].param_groups) == 1:
-            optimizers[0].add_param_group({"params": ours[-1], "lr": 0.03})
-            optimizers[1].add_param_group({"params": theirs[-1], "lr": 0.03})
-        elif event == "freeze":
-            place = choose.randrange(len(ours))
-            for params in (ours, theirs):
-                params[place].requires_grad_(not params[place].requires_grad)
+            for optimizer, params in zip(optimizers, (ours, theirs), strict=True):
+                optimizer.add_param_group({"params": params[-1], "lr": 0.03})
+        else:
+            for p, q in pairs:
+                grad = torch.randn(p.shape, generator=generator) * choose.choice([0, 1, 1])
+                p.grad = choose.choice([None, *3 * [grad.to(p)]])
+                q.grad = None if p.grad is None else p.grad.to(q.dtype)
+            for optimizer in optimizers:
+                optimizer.step()
     for p, q in zip(ours, theirs, strict=True):
         state, expected = optimizers[0].state[p], optimizers[1].state[q]
         master = state.get("master", p)
@@ -120,15 +113,12 @@ def check_random_events(dtype: torch.dtype, seed: int, device: str = "cpu") -> N
 
 
 @pytest.mark.parametrize("dtype", fused.DTYPES)
-def test_random_events_train_as_pytorchs(dtype):
-    for seed in range(12):
+def test_random_events_train_as_pytorchs(dtype, interpreted):
+    for seed in range(6):
         check_random_events(dtype, seed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_random_events_train_the_kernel_as_pytorchs(interpreted, dtype):
-    for seed in range(4):
-        interpreted(check_random_events, dtype, seed)
+    if dtype != torch.bfloat16:
+        for seed in range(3):
+            interpreted(check_random_events, dtype, seed)
 
 
 @pytest.mark.gpu
@@ -140,48 +130,24 @@ def test_random_events_train_on_the_gpu_as_pytorchs(dtype):
 
 def check_weights_are_loaded(dtype: torch.dtype) -> None:
     """After the optimizer was made or trained, in ways that no version counter shows."""
-    p = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    p = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
     optimizer = FusedAdamW([p], lr=2.0**-14, weight_decay=0.0)
     p.grad = torch.ones_like(p)
     for _ in range(2):
-        p.data.copy_(torch.tensor([5.0, -0.0, float("nan"), 3.0]))
+        p.data.copy_(torch.tensor([5.0, float("nan"), 1.0]))
         optimizer.step()
-        assert p[0] == 5 and p[2].isnan() and p[3] == 3
-    p.data[2] = 1.0
-    optimizer.step()
+        assert p[0] == 5 and p[1].isnan()
+    # Updates that the 16 bits of 1.0 do not show are not lost.
     master = optimizer.state[p]["master"]
-    torch.testing.assert_close(master[2].item(), 1 - 2.0**-14, rtol=0, atol=1e-7)
-    # Three updates that the 16 bits of 1.0 do not show are not lost.
+    before = master[2].item()
     for _ in range(2):
         optimizer.step()
-    torch.testing.assert_close(master[2].item(), 1 - 3 * 2.0**-14, rtol=0, atol=1e-7)
+    torch.testing.assert_close(master[2].item(), before - 2 * 2.0**-14, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_loaded_later_become_the_masters(interpreted, dtype):
-    check_weights_are_loaded(dtype)
-    if dtype == torch.float16:
-        interpreted(check_weights_are_loaded, dtype)
-
-
-def test_a_loaded_state_trains_on_with_its_masters():
-    saved, loaded = (FusedAdamW(drawn(torch.bfloat16), lr=lr) for lr in (1e-2, 1.0))
-    params, others = (optimizer.param_groups[0]["params"] for optimizer in (saved, loaded))
-    for p in params:
-        p.grad = torch.full_like(p, -0.7)
-    saved.step()
-    before = loaded.state[others[0]]["exp_avg"].data_ptr()
-    loaded.load_state_dict(saved.state_dict())
-    # A captured graph goes on with it.
-    assert loaded.state[others[0]]["exp_avg"].data_ptr() == before
-    for p, q in zip(params, others, strict=True):
-        q.data.copy_(p)
-        p.grad = q.grad = torch.full_like(p, 0.3)
-    saved.step()
-    loaded.step()
-    for p, q in zip(params, others, strict=True):
-        assert torch.equal(p, q)
-        assert torch.equal(saved.state[p]["master"], loaded.state[q]["master"])
+def test_weights_loaded_later_become_the_masters(interpreted):
+    check_weights_are_loaded(torch.bfloat16)
+    interpreted(check_weights_are_loaded, torch.float16)
 
 
 def trained_state(*shapes, cls=torch.optim.AdamW, dtype=torch.float32, **options) -> dict:
@@ -193,102 +159,57 @@ def trained_state(*shapes, cls=torch.optim.AdamW, dtype=torch.float32, **options
     return copy.deepcopy(optimizer.state_dict())
 
 
-def without_a_step() -> dict:
-    state = trained_state((5,), (2,))
-    del state["state"][1]["step"]
-    return state
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("state", "message"),
     [
-        (lambda: trained_state((5,), (1,)), r"parameter 1 is .*\[1\].*accepted: .*\[2\]"),
-        (lambda: trained_state((5,)), "doesn't match the size of optimizer's group"),
-        (lambda: trained_state((5,), (2,), amsgrad=True), "parameter 0 is .*max_exp_avg_sq"),
-        (
-            lambda: trained_state((5,), (2,), cls=FusedAdamW, dtype=torch.float16),
-            "parameter 0 is .*master",
-        ),
-        (without_a_step, "parameter 1 is"),
+        (trained_state((5,), (1,)), r"parameter 1 is .*\[1\].*accepted: .*\[2\]"),
+        (trained_state((5,)), "doesn't match the size of optimizer's group"),
+        (trained_state((5,), (2,), amsgrad=True), "parameter 0 is .*max_exp_avg_sq"),
+        (trained_state((5,), (2,), cls=FusedAdamW, dtype=torch.float16), "parameter 0 is .*master"),
     ],
-    ids=["shape", "fewer", "amsgrad", "master", "no step"],
+    ids=["shape", "fewer", "amsgrad", "master"],
 )
-def test_a_state_that_does_not_fit_is_refused_whole(make, message):
+def test_a_state_that_does_not_fit_is_refused_whole(state, message):
     params = [torch.nn.Parameter(torch.ones(n)) for n in (5, 2)]
     optimizer = FusedAdamW(params, lr=0.5)
-    before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(make())
-    after = optimizer.state_dict()
-    assert before["param_groups"] == after["param_groups"]
-    for number, state in before["state"].items():
-        for name, tensor in state.items():
-            assert torch.equal(tensor, after["state"][number][name])
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not any(tensor.any() for p in params for tensor in optimizer.state[p].values())
 
 
 def test_a_parameter_without_a_saved_state_starts_anew():
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = FusedAdamW(params)
-    for p in params:
-        p.grad = torch.ones(2)
-    optimizer.step()
-    empty = torch.optim.AdamW(params).state_dict()
-    optimizer.load_state_dict(empty)
-    assert not any(tensor.any() for state in optimizer.state.values() for tensor in state.values())
-    optimizer.step()
-    optimizer.state.clear()
-    optimizer.step()
-    assert all(optimizer.state[p]["step"] == 1 for p in params)
-
-
-def test_hooks_are_called_as_pytorchs():
-    called, p = [], torch.nn.Parameter(torch.ones(2))
+    p = torch.nn.Parameter(torch.ones(2))
     optimizer = FusedAdamW([p])
     p.grad = torch.ones(2)
-    optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
-    optimizer.register_load_state_dict_pre_hook(
-        lambda _, state: called.append(sorted(state["state"]))
-    )
-    optimizer.register_load_state_dict_post_hook(
-        lambda own: called.append(float(own.state[p]["step"]))
-    )
     assert optimizer.step(lambda: 7) == 7
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert called == ["stepped", [0], 1.0]
+    optimizer.load_state_dict(torch.optim.AdamW([p]).state_dict())
+    assert not any(tensor.any() for tensor in optimizer.state[p].values())
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
 
 
 def check_what_has_changed_is_refused() -> None:
-    def half(p):
-        p.data = p.data.half()
-        p.grad = torch.ones(4, 4).half()
-
-    def cut(p):
-        p.data = p.data[:2]
-        p.grad = torch.ones(2, 4)
-
-    def transpose(p):
-        p.data = p.data.T
-        p.grad = p.grad.T
-
-    def make_sparse(p):
-        p.grad = torch.ones(4, 4).to_sparse()
-
-    for change, message in (
-        (half, r"become \(torch.float16.*accepted: \(torch.float32"),
-        (cut, r"become .*\[2, 4\].*accepted: .*\[4, 4\]"),
-        (transpose, r"become .*False\).*accepted: .*True\)"),
-        (make_sparse, "gradients must be dense"),
-    ):
+    changes = (
+        (torch.ones(4, 4).half(), r"become \(torch.float16.*accepted: \(torch.float32"),
+        (torch.ones(2, 4), r"become .*\[2, 4\].*accepted: .*\[4, 4\]"),
+        (torch.ones(8, 4).T[:, ::2], r"become .*False\).*accepted: .*True\)"),
+    )
+    for data, message in changes:
         p = torch.nn.Parameter(torch.ones(4, 4))
         optimizer = FusedAdamW([{"params": [p]}, {"params": []}])
         p.grad = torch.ones(4, 4)
         optimizer.step()
-        change(p)
-        before = p.detach().clone()
+        p.data = data
+        p.grad = torch.ones_like(data)
         for _ in range(2):
             with pytest.raises(ValueError, match=message):
                 optimizer.step()
-        assert torch.equal(p, before) and optimizer.state[p]["step"] == 1
+        assert torch.equal(p, data) and optimizer.state[p]["step"] == 1
+        p.data = torch.ones(4, 4)
+        p.grad = torch.ones(4, 4).to_sparse()
+        with pytest.raises(ValueError, match="gradients must be dense"):
+            optimizer.step()
 
 
 def test_what_has_changed_since_the_optimizer_was_made_is_refused(interpreted):
@@ -297,16 +218,12 @@ def test_what_has_changed_since_the_optimizer_was_made_is_refused(interpreted):
 
 
 def check_odd_shapes_and_gradients() -> None:
-    """No element, no dimension, weights elsewhere, one listed twice, gradients that repeat their
-    elements.
-    """
+    """No element, no dimension, one listed twice, gradients that repeat their elements."""
     ours, theirs = (
         [torch.nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (), (2, 3))] for _ in range(2)
     )
     with pytest.warns(UserWarning, match="duplicate"):
         optimizer = FusedAdamW([*ours, ours[-1]])
-    ours[-1].data = torch.full((2, 3), 2.0)
-    theirs[-1].data.fill_(2)
     for params, own in ((ours, optimizer), (theirs, torch.optim.AdamW(theirs))):
         for p in params:
             p.grad = torch.ones(()).expand(p.shape)
@@ -320,32 +237,20 @@ def test_odd_shapes_and_gradients(interpreted):
     interpreted(check_odd_shapes_and_gradients)
 
 
-def test_what_pytorchs_has_and_ours_has_not_is_refused():
-    p = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(TypeError, match="amsgrad"):
-        FusedAdamW([p], amsgrad=True)
-    optimizer = FusedAdamW([{"params": [p], "maximize": True}])
-    with pytest.raises(ValueError, match=r"maximize.*accepted"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
-    ("x", "lr", "message"),
+    ("group", "message"),
     [
-        (torch.ones(2).double(), 0.1, r"dense and of torch.float32, .*; got torch.float64"),
-        (torch.ones(2, 3).T, 0.1, r"got torch.float32, strides \(1, 3\)"),
-        (torch.ones(2), -1.0, r"Invalid learning rate: -1\.0"),
+        ({"params": torch.ones(2).double()}, r"dense and of torch.float32, .*; got torch.float64"),
+        ({"params": torch.ones(2, 3).T}, r"got torch.float32, strides \(1, 3\)"),
+        ({"params": torch.ones(2), "maximize": True}, "maximize is set; accepted: neither"),
     ],
+    ids=["dtype", "strides", "maximize"],
 )
-def test_a_group_that_does_not_fit_leaves_the_optimizer_as_it_was(x, lr, message):
+def test_a_group_that_does_not_fit_leaves_the_optimizer_as_it_was(group, message):
     p = torch.nn.Parameter(torch.ones(2))
-    group = {"params": [torch.nn.Parameter(x)], "lr": lr}
-    with pytest.raises(ValueError, match=message):
-        FusedAdamW([torch.nn.Parameter(x)], lr=lr)
     optimizer = FusedAdamW([p])
-    if lr > 0:
-        with pytest.raises(ValueError, match=message):
-            optimizer.add_param_group(group)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({**group, "params": torch.nn.Parameter(group["params"])})
     p.grad = torch.ones(2)
     optimizer.step()
     assert len(optimizer.param_groups) == 1 and (p < 1).all()
@@ -353,7 +258,7 @@ def test_a_group_that_does_not_fit_leaves_the_optimizer_as_it_was(x, lr, message
 
 def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
     asked = step_parameters("nano", 16, "bf16", attention="auto", impl="fused")
-    live, autocast = (Step(CPU, asked, capturable=True) for _ in range(2))
+    live, autocast = (Step(CPU, asked) for _ in range(2))
     autocast.model.float()
     autocast.model.load_state_dict(live.model.state_dict())
     autocast.optimizer = torch.optim.AdamW(autocast.model.parameters())
@@ -375,7 +280,7 @@ def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
 def test_the_kernel_compiles_without_spilling(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = adamw.adamw_kernel
-    fixed = {"DTYPE": tl.bfloat16, "BLOCK": adamw.BLOCK}
+    fixed = {"DTYPE": tl.bfloat16}
     signature = {name: "*fp32" if name.endswith("_ptr") else "fp32" for name in kernel.arg_names}
     signature |= {"addresses_ptr": "*i64", "blocks_ptr": "*i32", "spans_ptr": "*i64"}
     signature |= {"num_params": "i32", **dict.fromkeys(fixed, "constexpr")}

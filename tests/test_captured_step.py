@@ -3,27 +3,31 @@ named for.
 """
 
 import contextlib
+import json
 from collections import Counter
+from functools import partial
 
 import pandas as pd
 import pytest
 import torch
 from chapters import CPU, on_a_cpu
-from test_nsys_analysis import parameters
 from typer.testing import CliRunner
 
 from labkit import cli
 from labkit.configs import RequestError
 from labkit.experiments import captured_step
-from labkit.experiments.captured_step import capture_steps, marked, warm_up
+from labkit.experiments.captured_step import capture_steps, main, marked, parameters_of, run_cases
 from labkit.experiments.nsys_analysis import STEP_PHASES
 from labkit.experiments.step import Step
 from labkit.measure import profiling
 from labkit.measure.profiling import OUTSIDE, RangeMarker
 
+SHAPE = ("nano", "16", "fp32", "eager")
+
 
 @pytest.fixture(autouse=True)
 def this_device_is_a_cpu(monkeypatch):
+    monkeypatch.setattr(captured_step, "freeze_modules", lambda: None)
     yield from on_a_cpu(monkeypatch)
 
 
@@ -32,57 +36,33 @@ def captured():
     """A training step of a small model on this machine, captured with every range and with the
     phases' alone.
     """
-    step = Step(CPU, parameters())
-    warm_up(step, "train_step")
-    marker = RangeMarker("kineto")
-    trace = profiling.capture_with_kineto(
-        lambda: capture_steps(step, "train_step", marker, "case"), "cpu"
-    )
-    return profiling.launches(trace, STEP_PHASES)
+    steps = run_cases(CPU, [(*SHAPE, "train_step")], RangeMarker("kineto"))
+    trace = profiling.capture_with_kineto(partial(list, steps), "cpu")
+    table = profiling.launches(trace, STEP_PHASES)
+    return [rows_of(table, f"case 0 step {number}") for number in range(2)]
 
 
-def of_step(table: pd.DataFrame, number: int) -> pd.DataFrame:
-    return table[[f"case step {number}" in path for path in table["path"]]]
+def rows_of(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    return table[[name in path for path in table["path"]]]
 
 
-def test_every_part_of_the_model_has_its_range(captured):
-    below = {path[1:] for path in of_step(captured, 0)["path"]}
+def test_every_part_of_the_model_has_its_range_and_holds_its_operators(captured):
+    with_ranges, plain = ({path[1:] for path in rows["path"]} for rows in captured)
     for number in range(2):
         block = ("forward", f"block {number}")
-        parts = ("scores", "mask", "softmax", "value product")
-        assert {(*block, "attention", "core", part) for part in parts} | {
-            ("backward", f"block {number}")
-        } <= below
-        assert {(*block, part) for part in ("norm", "feed-forward", "attention")} <= below
-    assert {
-        ("forward", "embedding"),
-        ("forward", "head"),
-        ("forward", "norm"),
-        ("optimizer",),
-    } <= below
-    plain = {path[1:] for path in of_step(captured, 1)["path"]}
+        parts = ("attention_norm", "feed_forward", "attention")
+        expected = {(*block, part) for part in parts} | {(*block, "attention", "core")}
+        assert expected | {("backward", f"block {number}")} <= with_ranges
+    model = {("forward", part) for part in ("embedding", "head", "norm")}
+    assert model | {("optimizer",)} <= with_ranges
     assert plain <= {("forward",), ("backward",), ("optimizer",), ()}
-
-
-def test_the_parts_of_attention_hold_what_they_are_named_for(captured):
-    table = of_step(captured, 0)
-    forward = table[(table["phase"] == "forward") & (table["kernel_class"] != "other")]
-    by_part = {part: set(rows["short_name"]) for part, rows in forward.groupby("range")}
-    assert "aten::bmm" in by_part["scores"] and "aten::mul" in by_part["scores"]
-    assert "aten::_softmax" in by_part["softmax"] and "aten::_softmax" not in by_part["mask"]
-    assert "aten::bmm" in by_part["value product"] and "aten::mul" not in by_part["value product"]
-    assert (
-        any("masked_fill" in name for name in by_part["mask"])
-        and "aten::bmm" not in by_part["mask"]
-    )
-    products = forward[forward["short_name"] == "aten::bmm"]["range"].value_counts()
-    assert products.to_dict() == {"scores": 2, "value product": 2}
+    core = rows_of(captured[0], "core")["short_name"].value_counts()
+    assert (core["aten::bmm"], core["aten::_softmax"]) == (4, 2)
 
 
 def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
     counts = []
-    for number in range(2):
-        rows = of_step(captured, number)
+    for rows in captured:
         computing = rows[(rows["kernel_class"] != "other") & (rows["phase"] != OUTSIDE)]
         # A gradient that a hook has seen is added to in a new tensor, not in place: the same
         # kernel.
@@ -90,7 +70,7 @@ def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
         counts.append(Counter(zip(computing["phase"], names, strict=True)))
     assert counts[0] == counts[1]
 
-    step = Step(CPU, parameters())
+    step = Step(CPU, parameters_of(*SHAPE))
     before = dict(captured_step.transformer.ATTENTION)
     exact = step.forward()
     with pytest.raises(ZeroDivisionError), marked(step, RangeMarker("none")):
@@ -101,7 +81,7 @@ def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
 
 
 def test_a_marked_step_that_computes_something_else_is_an_error(monkeypatch):
-    step = Step(CPU, parameters())
+    step = Step(CPU, parameters_of(*SHAPE))
 
     @contextlib.contextmanager
     def wrong(step, marker):
@@ -117,6 +97,24 @@ def test_a_marked_step_that_computes_something_else_is_an_error(monkeypatch):
     step.model.head.weight.data.fill_(float("nan"))
     with pytest.raises(AssertionError, match="the result is"):
         capture_steps(step, "train_step", RangeMarker("none"), "case")
+
+
+def test_the_captured_process_answers_for_each_case_and_ends_after_a_failure(monkeypatch, tmp_path):
+    run = captured_step.capture_steps
+
+    def limited(step, phase, marker, label):
+        if step.tokens.shape[1] == 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more")
+        return run(step, phase, marker, label)
+
+    monkeypatch.setattr(captured_step, "capture_steps", limited)
+    words = [w for n in ("8", "16", "32") for w in ("nano", n, "fp32", "eager", "inference")]
+    main([*words, str(tmp_path / "answers.jsonl")])
+    lines = (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    answer, failure = map(json.loads, lines)
+    assert answer["case"]["context"] == 8 and answer["steps"][1]["done_ms"] > 0
+    reason = "CUDA out of memory. Tried to allocate 20 GiB"
+    assert failure == {"failure": reason, "is_oom": True}
 
 
 def test_a_step_is_profiled_and_its_capture_kept(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from labkit import accounting, configs, experiments, notebooks
-from labkit.configs import BENCHMARKING, GRIDS, SIZE_ALIASES, SIZES, RequestError, model_config
+from labkit.configs import GRIDS, SIZE_ALIASES, SIZES, RequestError, model_config
 
 # edition, d_model, d_ff, num_layers, num_heads, as printed in the two public lists
 PUBLISHED_SIZES = {
@@ -36,12 +36,6 @@ def test_the_sizes_are_the_published_ones_and_two_small_ones():
         assert size.d_head % 2 == 0, "rotary positions pair the dimensions of a head"
 
 
-def test_a_size_is_found_by_its_name_and_aliases():
-    assert all(model_config(name) is size for name, size in SIZES.items())
-    assert {name: model_config(name).name for name in SIZE_ALIASES} == SIZE_ALIASES
-    assert not SIZE_ALIASES.keys() & SIZES.keys(), "an alias would hide a size"
-
-
 def test_a_bare_xl_is_refused_with_both_names_and_their_true_sizes():
     with pytest.raises(RequestError) as caught:
         model_config("xl")
@@ -50,11 +44,12 @@ def test_a_bare_xl_is_refused_with_both_names_and_their_true_sizes():
         assert re.search(rf"'{name}' \({billions:.3f} B", str(caught.value))
 
 
-def test_an_unknown_size_is_refused_with_every_accepted_name():
-    for name in ("XL-2025", "", "small "):
-        accepted = ", ".join([*SIZES, *SIZE_ALIASES])
-        with pytest.raises(RequestError, match=re.escape(f"{name!r}; accepted: {accepted}")):
-            model_config(name)
+def test_an_unknown_size_is_refused_with_every_accepted_name_and_aliases_are_sizes():
+    accepted = ", ".join([*SIZES, *SIZE_ALIASES])
+    with pytest.raises(RequestError, match=re.escape(f"'XL-2025'; accepted: {accepted}")):
+        model_config("XL-2025")
+    assert {name: model_config(name).name for name in SIZE_ALIASES} == SIZE_ALIASES
+    assert not SIZE_ALIASES.keys() & SIZES.keys(), "an alias would hide a size"
 
 
 def test_every_notebook_has_a_grid_for_every_profile():
@@ -62,37 +57,11 @@ def test_every_notebook_has_a_grid_for_every_profile():
     assert all(tuple(grids) == configs.PROFILES for grids in GRIDS.values())
 
 
-@pytest.mark.parametrize("profile", BENCHMARKING)
-def test_a_grid_names_what_exists_and_bounds_its_time(profile):
-    grid = BENCHMARKING[profile]
-    assert set(grid.sizes) <= set(SIZES), "an alias would make one model two cases"
-    assert set(grid.whole_compile_sizes) <= set(grid.compile_sizes) <= set(grid.sizes)
-    assert set(grid.precisions) <= set(configs.PRECISIONS)
-    assert set(grid.compile_precisions) <= set(grid.precisions)
-    # A compiled step needs its eager one beside it.
-    assert {*grid.compile_contexts, *grid.warmup_contexts} <= set(grid.contexts)
-    assert 0 < grid.time_limit_s < grid.case_timeout_s
-    if profile == "full":
-        assert set(grid.sizes) == set(PUBLISHED_SIZES)
-
-
-def shape_of(value):
-    """Returns the types of a grid's value, those of the items of a tuple and of a table each
-    once.
-    """
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
-    return type(value), *sorted({type(item).__name__ for item in items})
-
-
 @pytest.mark.parametrize("notebook", GRIDS)
-def test_the_keys_of_a_grid_are_used_and_of_one_type_in_both_profiles(notebook):
-    full, smoke = (vars(GRIDS[notebook][profile]) for profile in ("full", "smoke"))
-    for key, value in full.items():
-        assert type(smoke[key]) is type(value), key
-        assert not (value and smoke[key]) or shape_of(smoke[key]) == shape_of(value), key
+def test_the_keys_of_a_grid_are_used(notebook):
     path = Path(experiments.__file__).parent / f"{notebook.split('_', 1)[1]}.py"
     used = {*re.findall(r"\bgrid\.(\w+)", path.read_text(encoding="utf-8")), *configs.NARROWED}
-    assert set(full) <= used
+    assert set(vars(GRIDS[notebook]["full"])) <= used
 
 
 def test_grids_cannot_be_changed_and_hold_tuples_integer_keys_and_shapes():
@@ -103,40 +72,30 @@ def test_grids_cannot_be_changed_and_hold_tuples_integer_keys_and_shapes():
     assert configs.LEADERBOARD in grid.rivalries and grid.tiles_shape == configs.LEADERBOARD
 
 
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("full.sizes = []\nsmoke.size = []", TypeError, "09_x.* unexpected .* argument 'size'"),
-        ("full.sizes = []", ValueError, "09_x has full; required: smoke, full; accepted: key"),
-        ("full.sizes = []\nsmoke = {}\nfast = {}", ValueError, "full, smoke, fast; required:"),
-        ("full.task.steps = 1\nsmoke = {}", TypeError, "Task.* unexpected .* argument 'steps'"),
-    ],
-)
-def test_a_mistake_in_the_file_of_grids_is_named(text, error, message):
-    with pytest.raises(error, match=message):
-        configs.read_grids(f"[09_x]\n{text}")
+def test_a_key_that_the_full_grid_lacks_is_named():
+    with pytest.raises(TypeError, match=r"09_x.* unexpected .* argument 'size'"):
+        configs.read_grids("[09_x]\nfull.sizes = []\nsmoke.size = []")
 
 
 def test_a_grid_is_narrowed_in_its_own_order():
-    grids = GRIDS["05_attention"]
-    assert configs.narrowed(grids, "full", "d_heads", [128, 16]) == [16, 128]
-    assert configs.narrowed(grids, "full", "d_heads") == [16, 32, 64, 128]
-    assert 65536 in configs.narrowed(grids, "full", "lengths"), "the longer ones of some series too"
-    assert configs.narrowed(BENCHMARKING, "full", "sizes", ["xl-2026"]) == ["2.7b"]
+    asked = {"d_heads": [128, 16], "lengths": 65536}
+    assert notebooks.narrowing("05_attention", "full", asked) == {
+        "d_heads": [16, 128],
+        "lengths": [65536],  # of some series only
+    }
 
 
 @pytest.mark.parametrize(
     ("profile", "parameter", "value", "message"),
     [
         ("smoke", "sizes", "10b", 'accepted: nano, micro; set profile = "full"'),
-        ("full", "sizes", "nano", f'accepted: {", ".join(PUBLISHED_SIZES)}; set profile = "smoke"'),
         ("full", "contexts", 100, "accepted: 128, 256, 512, 1024, 2048"),
     ],
 )
 def test_what_a_profile_does_not_have_says_what_to_set(profile, parameter, value, message):
     expected = f"{value!r} is not in profile {profile!r}; {message}"
     with pytest.raises(RequestError, match=re.escape(expected)):
-        configs.narrowed(BENCHMARKING, profile, parameter, [value])
+        notebooks.narrowing("01_benchmarking", profile, {parameter: [value]})
 
 
 def test_the_profile_auto_is_left_to_the_device():

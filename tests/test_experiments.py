@@ -13,7 +13,7 @@ from labkit import notebooks
 from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE, RequestError
 from labkit.records import HOST_SECTION, RecordStore, folder_of
 
-PROFILES = ("smoke", "full", "key")
+PROFILES = ("smoke", "full", "key", "quick")
 
 
 def experiment_of(notebook: str):

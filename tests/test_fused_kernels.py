@@ -48,20 +48,19 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "rows apart":  # columns of a wider tensor, whose others are NaN
         wider = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)
         x = wider[..., : x.shape[-1]].copy_(x)
-    elif layout == "columns apart":
-        x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    elif layout == "heads beside":  # as a projection writes them
-        x = x.transpose(1, 2).contiguous().transpose(1, 2)
     elif layout == "off a boundary":
         x = off_boundary(x)
+    elif layout:  # as a projection writes heads, or each column by itself
+        dims = (1, 2) if layout == "heads beside" else (0, -1)
+        x = x.transpose(*dims).contiguous().transpose(*dims)
     return x.requires_grad_()
 
 
 def tensors_of(name: str, size, dtype: torch.dtype, layout: str, device="cpu") -> list[Tensor]:
-    tensors = [laid_out(x.to(device), layout) for x in draw(name, dtype, size)]
     if layout == "mixed":  # a 16-bit branch beside fp32: what autocast gives
-        tensors[1:] = [x.detach().float().requires_grad_() for x in tensors[1:]]
-    return tensors
+        first, *others = draw(name, dtype, size)
+        return [first, *(x.detach().float().requires_grad_() for x in others)]
+    return [laid_out(x.to(device), layout) for x in draw(name, dtype, size)]
 
 
 def measure(name: str, size, dtype: torch.dtype, layout: str = "", device: str = "cpu") -> None:
@@ -88,43 +87,39 @@ def measure(name: str, size, dtype: torch.dtype, layout: str = "", device: str =
 
 CASES = [
     ("rms_norm", (1, 3), ""),
-    ("rms_norm", (9, 300), ""),
-    ("rms_norm", (9, 40), "columns apart"),
+    ("rms_norm", (9, 300), "columns apart"),
     ("rms_norm of a sum", (5, 7, 40), ""),
     ("layer_norm", (5, 7, 40), ""),
-    ("layer_norm of a sum", (1, 3), ""),
     ("layer_norm of a sum", (9, 300), "rows apart"),
-    ("swiglu", (1, 1), ""),
     ("swiglu", (8, 128), ""),
-    ("swiglu", (2, 1030), ""),
-    ("swiglu", (3, 5, 40), "columns apart"),
-    ("swiglu", (9, 40), "rows apart"),
+    ("swiglu", (3, 5, 41), "columns apart"),
     ("rotary", (1, 1, 1, 2), ""),
-    ("rotary", (2, 3, 33, 12), ""),
-    ("rotary", (2, 3, 9, 16), "heads beside"),
+    ("rotary", (2, 3, 33, 12), "heads beside"),
     ("rotary", (2, 3, 9, 6), "columns apart"),
     ("cross_entropy", (2, 2), ""),
-    ("cross_entropy", (3, 5001), ""),
-    ("cross_entropy", (7, 61), "rows apart"),
+    ("cross_entropy", (3, 5001), "rows apart"),
     ("cross_entropy in place", (7, 61), ""),
-    ("linear_cross_entropy", (1, 3), ""),
     ("linear_cross_entropy", (2, 70, 24), ""),  # in two chunks
-    ("gelu_mlp", (1, 8), ""),
     ("gelu_mlp", (5, 16), "off a boundary"),
     ("gelu_mlp", (37, 24), ""),
     ("gelu_mlp", (5, 6), ""),  # whose rows no descriptor describes
     ("gelu_mlp of a norm", (5, 40), ""),
-    ("weighted_sum", (1, 1), ""),
     ("weighted_sum", (17, 257), "rows apart"),
     ("weighted_sum", (3, 5, 40), "columns apart"),
 ]
 NAMES = list(dict.fromkeys(name for name, _, _ in CASES))
 SUMS = ("rms_norm of a sum", "layer_norm of a sum")
 MIXED = [(name, (5, 40), BF16, "mixed") for name in SUMS]
-ON_GPU = [("rms_norm", (4099, 8192), ""), ("layer_norm of a sum", (4099, 1600), "")]
-ON_GPU += [("swiglu", (1027, 4304), "rows apart"), ("rotary", (4, 25, 513, 64), "heads beside")]
-ON_GPU += [("cross_entropy", (515, 50257), ""), ("linear_cross_entropy", (515, 768), "")]
-ON_GPU += [("gelu_mlp", (1000, 1152), ""), ("weighted_sum", (4099, 4097), "")]
+ON_GPU = [
+    ("rms_norm", (4099, 8192), ""),
+    ("layer_norm of a sum", (4099, 1600), ""),
+    ("swiglu", (1027, 4304), "rows apart"),
+    ("rotary", (4, 25, 513, 64), "heads beside"),
+    ("cross_entropy", (515, 50257), ""),
+    ("linear_cross_entropy", (515, 768), ""),
+    ("gelu_mlp", (1000, 1152), ""),
+    ("weighted_sum", (4099, 4097), ""),
+]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +143,7 @@ def test_compiled_it_is_within_the_error_budget(name, size, layout, dtype):
     measure(name, size, dtype, layout, "cuda")
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", list(OPERATIONS)[:13])
 def test_without_a_gpu_it_is_the_formula(name, dtype):
     measure(name, OPERATIONS[name].size, dtype)
@@ -161,12 +156,6 @@ def check_columns(size: tuple[int, int], dtype: torch.dtype, device: str = "cpu"
         sums = column_sums.column_sums(x)
     exact = x.double().sum(0).to(dtype)
     torch.testing.assert_close(sums, exact, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("size", [(1, 1), (301, 40), (700, 130)], ids=str)
-def test_columns_are_added_in_fp32(size, interpreted):
-    interpreted(check_columns, size, FP16)
-    check_columns(size, BF16)
 
 
 @pytest.mark.gpu
@@ -208,13 +197,10 @@ def check_compiled(
     ("name", "layout"),
     [
         ("layer_norm of a sum", "mixed"),
-        ("rms_norm", "columns apart"),
-        ("swiglu", "rows apart"),
         ("rotary", "heads beside"),
         ("cross_entropy", "rows apart"),
         ("linear_cross_entropy", ""),
         ("gelu_mlp", ""),
-        ("dropout_linear", ""),
         ("weighted_sum", "columns apart"),
     ],
 )
@@ -222,7 +208,7 @@ def test_the_operators_are_what_their_schemas_say(name, layout, interpreted):
     interpreted(check_operators, name, layout)
 
 
-WHOLE = ["rms_norm of a sum", "cross_entropy in place", "linear_cross_entropy"]
+WHOLE = ["rms_norm of a sum", "cross_entropy in place", "linear_cross_entropy", "gelu_mlp"]
 
 
 @pytest.mark.parametrize(
@@ -243,34 +229,23 @@ def test_on_a_gpu_the_compiler_takes_it_whole(name):
 @not_interpreted
 def test_the_compiler_sees_the_kernels_inside():
     with FakeTensorMode(), torch.no_grad():
-        x, weight = (torch.empty(shape, device="cuda") for shape in ((64, 768), (768,)))
-        for operator, arguments in (
-            (norms.norm, (x, x, weight, None, EPS, x.dtype)),
-            (swiglu._forward, (x, x)),
-            (ws.weighted_sum_backward, (x, weight, weight.new_empty(64))),
-        ):
-            graph = make_fx(lambda *inner, operator=operator: operator.function(*inner))(*arguments)
-            assert "triton_kernel_wrapper_mutation" in [
-                str(node.target) for node in graph.graph.nodes
-            ]
+        x = torch.empty(64, 768, device="cuda")
+        graph = make_fx(swiglu._backward.function)(x, x, x)
+        targets = [str(node.target) for node in graph.graph.nodes]
+        assert "triton_kernel_wrapper_mutation" in targets
 
 
 def check_unused_outputs() -> None:
-    for name in SUMS:
-        x, weight, *others = draw(name, FP32)
-        y, total = OPERATIONS[name].ours(x, weight, *others)
-        losses = (total.sum(), y.sum(), y.sum() + total.sum())
-        by_total, by_y, by_both = (
-            torch.autograd.grad(loss, (x, others[-1], weight), allow_unused=True, retain_graph=True)
-            for loss in losses
-        )
-        assert torch.equal(by_total[0], torch.ones_like(x)) and by_total[2] is None
-        assert torch.equal(by_total[1], by_total[0]) and torch.equal(by_both[2], by_y[2])
-        torch.testing.assert_close(by_both[0], by_y[0] + 1)
-
-
-def test_an_output_that_nothing_uses_adds_no_gradient(interpreted):
-    interpreted(check_unused_outputs)
+    x, *others = draw("layer_norm of a sum", FP32)
+    y, total = OPERATIONS["layer_norm of a sum"].ours(x, *others)
+    inputs = (x, others[-1], others[0])
+    losses = (total.sum(), y.sum(), y.sum() + total.sum())
+    by_total, by_y, by_both = (
+        torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True) for loss in losses
+    )
+    assert torch.equal(by_total[0], torch.ones_like(x)) and not by_total[2].any()
+    assert torch.equal(by_total[1], by_total[0]) and torch.equal(by_both[2], by_y[2])
+    torch.testing.assert_close(by_both[0], by_y[0] + 1)
 
 
 def check_in_place() -> None:
@@ -282,30 +257,24 @@ def check_in_place() -> None:
         loss.backward()
 
 
-def test_the_gradient_in_place_is_the_logits(interpreted):
-    interpreted(check_in_place)
-
-
 INF, NAN = math.inf, math.nan
-# Nothing in the first block of a row.
-LAST = torch.cat([torch.full((4096,), -INF), torch.tensor([1.0, 3.0])])
 
 
 def edge_rows(dtype: torch.dtype) -> list[Tensor]:
     """Returns rows of logits that cost a formula without care its accuracy, or its result."""
     big = torch.finfo(dtype).max
-    offsets = [offset for offset in (1e6, -1e6, 1e30) if offset < big]
-    rows = [torch.tensor([2.0, -1.0, 0.5]) + offset for offset in offsets]
-    finite = [[2e4, 2e4 - 8, 0.0], [big] * 3, [-big] * 3, [big, -big, big], [1e9] * 4]
-    infinite = [[0.0, -INF, 1.0], [-INF] * 3, [INF, 0.0, 1.0], [NAN, 0.0, 1.0]]
-    return [row.to(dtype) for row in [*rows, *map(torch.tensor, finite + infinite), LAST]]
+    offset = min(1e30, big / 2)
+    rows = [[offset + 2, offset - 1, offset], [2e4, 2e4 - 8, 0.0], [-big] * 3, [big, -big, big]]
+    rows += [[0.0, -INF, 1.0], [-INF] * 3, [INF, 0.0, 1.0], [NAN, 0.0, 1.0]]
+    rows += [[-INF] * 4096 + [1.0, 3.0]]  # nothing in its first block
+    return [torch.tensor(row).to(dtype) for row in rows]
 
 
 def check_edges(dtype: torch.dtype) -> None:
     """Asserts that loss and gradient are `F.cross_entropy`'s in fp64, rounded."""
     for row, target in itertools.product(edge_rows(dtype), (0, 1)):
         targets = torch.full((2,), target)
-        exact = row.double().expand(2, -1).detach().requires_grad_()
+        exact = row.double().repeat(2, 1).requires_grad_()
         loss, grad = results(lambda x, t=targets: F.cross_entropy(x, t), [exact])
         functions = [lambda x, t=targets: ce.cross_entropy(x, t)]
         if row.isfinite().all():  # times a 0 of the identity, infinity would be NaN
@@ -318,64 +287,54 @@ def check_edges(dtype: torch.dtype) -> None:
             torch.testing.assert_close(ours[1], grad.to(dtype), rtol=0, atol=atol, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16, *more(BF16)], ids=str)
-def test_cross_entropy_is_exact_at_the_edges_of_a_dtype(dtype, interpreted):
-    check_edges(dtype)
-    interpreted(check_edges, dtype)
-
-
 def check_targets_outside() -> None:
     """Asserts that a target outside, −100 too, gives NaN, and to the gradient of its row alone."""
+    weight = torch.eye(7)
     for outside in (-100, 7, 2**40):
         targets = torch.tensor([1, outside, 3])
-        weight = torch.randn(7, 5)
-        for width, function in (
-            (7, lambda x, t=targets: ce.cross_entropy(x, t)),
-            (5, lambda x, t=targets, w=weight: ce.linear_cross_entropy(x, w, t)),
-        ):
-            loss, grad = results(function, [torch.randn(3, width).requires_grad_()])
+        for function in (ce.cross_entropy, lambda x, t: ce.linear_cross_entropy(x, weight, t)):
+            x = torch.randn(3, 7).requires_grad_()
+            loss, grad = results(lambda x, f=function, t=targets: f(x, t), [x])
             assert loss.isnan() and grad.isnan().all(1).tolist() == [False, True, False]
-
-
-def test_a_target_outside_is_nan_in_a_kernel_and_an_error_without(interpreted):
-    interpreted(check_targets_outside)
-    with pytest.raises(IndexError, match="Target -100 is out of bounds"):
-        ce.cross_entropy(torch.zeros(3, 4), torch.tensor([0, -100, 1]))
 
 
 def check_dropout(size: tuple[int, int], p: float) -> None:
     """Asserts that the mask is the seed's, the same in backward, and drops the share p."""
     seed = torch.tensor(2**40 + 1)
     tensors = draw("dropout_linear", FP32, size)
+    mask = linear.seeded_dropout(torch.ones(size), p, seed)
     with poisoned_memory():
-        mask = linear.seeded_dropout(torch.ones(size), p, seed)
         ours = results(lambda *x: linear.dropout_linear(*x, p, seed), tensors)
     expected = results(lambda x, w, b: F.linear(x * mask, w, b), tensors)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    assert set(mask.unique().tolist()) <= {0.0, torch.tensor(1.0).div(1 - p).item()}
-    num = mask.numel()
-    assert abs((mask == 0).sum().item() - p * num) <= 5 * math.sqrt(p * (1 - p) * num)
+    assert set(mask.unique().tolist()) == {0.0, torch.tensor(1.0).div(1 - p).item()}
     other = linear.seeded_dropout(torch.ones(size), p, seed + 1)
-    assert ((other == 0) & (mask == 0)).sum().item() <= p * p * num + 5 * p * math.sqrt(num)
+    for dropped, share in ((mask == 0, p), ((mask == 0) & (other == 0), p * p)):
+        assert abs(dropped.double().mean() - share) <= 5 * math.sqrt(share / mask.numel())
 
 
-@pytest.mark.parametrize(("size", "p"), [((301, 40), 0.1), ((1, 3), 0.0)])
-def test_the_mask_of_dropout_is_its_seeds(size, p, interpreted):
-    interpreted(check_dropout, size, p)
+@pytest.mark.parametrize(
+    ("check", "arguments"),
+    [
+        (check_columns, ((1, 1), BF16)),
+        (check_columns, ((700, 130), FP16)),
+        (check_unused_outputs, ()),
+        (check_in_place, ()),
+        (check_edges, (FP32,)),
+        (check_edges, (FP16,)),
+        (check_targets_outside, ()),
+        (check_dropout, ((301, 40), 0.1)),
+    ],
+)
+def test_interpreted_a_kernel_holds_what_its_formula_does(check, arguments, interpreted):
+    interpreted(check, *arguments)
 
 
-def check_the_tails() -> None:
-    """Asserts that NaN beyond both tails reaches no sum, and writes stay inside."""
-    storage = torch.full((40, 300), math.nan)
-    x, weight = storage[:17, :19].fill_(1.0), torch.full((300,), math.nan)[:19].fill_(2.0)
-    y = ws.weighted_sum_forward(x, weight)
-    grad_x, grad_weight = ws.weighted_sum_backward(x, weight, torch.ones(17))
-    assert torch.isfinite(storage).sum() == 17 * 19
-    assert (y == 38).all() and (grad_x == 2).all() and (grad_weight == 17).all()
-
-
-def test_nothing_beyond_the_tails_is_read_or_written(interpreted):
-    interpreted(check_the_tails)
+def test_without_a_gpu_edges_are_the_formulas_and_a_target_outside_is_an_error():
+    check_edges(FP16)
+    check_columns((700, 130), BF16)
+    with pytest.raises(IndexError, match="Target -100 is out of bounds"):
+        ce.cross_entropy(torch.zeros(3, 4), torch.tensor([0, -100, 1]))
 
 
 X, W, T = torch.zeros(3, 4), torch.zeros(4), torch.zeros(3, dtype=torch.int64)
@@ -390,38 +349,26 @@ def call_mlp(x):
     ("call", "message"),
     [
         (lambda: rms_norm(X, W[:3], EPS), r"weight must be of shape \(4,\), got \(3,\)"),
-        (lambda: rms_norm(X.half(), W.bfloat16(), EPS), "torch.float16 or torch.float32, got"),
-        (lambda: rms_norm(X, W, EPS, X.half()), "residual must have the dtype of x"),
-        (lambda: rms_norm(X, W, EPS, X[:2]), r"residual must be of shape \(3, 4\), got \(2, 4\)"),
-        (lambda: rms_norm(X.long(), W, EPS), "x must be of torch.float32, .* got torch.int64"),
+        (lambda: rms_norm(X.half(), W.bfloat16(), EPS), "torch.float16 or torch.float32 on cpu"),
+        (lambda: rms_norm(X.long(), W, EPS), "x must be .*torch.float32 or .* got torch.int64"),
         (lambda: rms_norm(X[:, :0], W[:0], EPS), r"must not be empty, got shape \(3, 0\)"),
-        (lambda: layer_norm(X, W, W.to("meta"), EPS), "device of x, cpu, got meta"),
-        (lambda: layer_norm(X.half(), W, W.half(), EPS), "weight and bias must have one dtype"),
-        (lambda: rotary.rotary(X, X, TABLE, TABLE), r"q and k must be \(B, H, T, even D\)"),
-        (lambda: rotary.rotary(X4, X4[..., :2, :], TABLE, TABLE), "k must be as q but for the"),
-        (lambda: rotary.rotary(X4, X4, TABLE[:2], TABLE), "cos must be .* at least 3 rows of 4"),
-        (lambda: rotary.rotary(X4, X4, TABLE, TABLE.half()), "sin must be contiguous"),
+        (lambda: layer_norm(X, W, W.to("meta"), EPS), "on cpu, got torch.float32 on meta"),
+        (
+            lambda: rotary.rotary(X4, X4[..., :2, :], TABLE, TABLE),
+            r"k must be of shape \(1, 1, 3, 4\)",
+        ),
+        (lambda: rotary.rotary(X4, X4, TABLE[:2], TABLE), r"cos must be of shape \(3, 4\)"),
         (lambda: ce.cross_entropy(X, T.int()), "targets must be torch.int64 on cpu, got .*int32"),
         (lambda: ce.cross_entropy(X.T, W.long(), inplace=True), "needs contiguous logits"),
         (lambda: ce.linear_cross_entropy(X, X.T, T), r"weight must be \(V, 4\), got \(4, 3\)"),
-        (lambda: call_mlp(torch.zeros(3, 5)), r"fc1_weight must be of shape \(8, 5\), got \(8"),
         (lambda: call_mlp(X[:0]), r"x must hold at least one row; got shape \(0, 4\)"),
         (lambda: linear.dropout_linear(X, X, W[:3], 1.0, T[0]), "but without 1; got 1.0"),
-        (lambda: ws.weighted_sum(X, W), "x must be a CUDA tensor"),
+        (lambda: ws.weighted_sum(X, W), "bf16 or fp16 on a CUDA device"),
     ],
 )
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def bad_seed() -> None:
-    with pytest.raises(ValueError, match=r"seed must be torch\.int64 on cpu, got torch\.float32"):
-        linear.dropout_linear(X, X, W[:3], 0.1, W[0])
-
-
-def test_a_seed_of_another_dtype_is_refused(interpreted):
-    interpreted(bad_seed)
 
 
 def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> list[tuple]:
@@ -436,26 +383,22 @@ def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> 
     def x(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="cuda")
 
+    facts = SimpleNamespace(multi_processor_count=132)
     launch.num_multiprocessors.cache_clear()
     with (
         mock.patch.object(launch.Launcher, "launch", record),
-        mock.patch.object(
-            torch.cuda,
-            "get_device_properties",
-            lambda index: SimpleNamespace(multi_processor_count=132),
-        ),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda index: facts),
         FakeTensorMode(),
     ):
-        r = None if residual is None else x(4096, columns, dtype=residual)
+        full, weight = x(4096, columns), x(columns)
+        total = full if residual is None else x(4096, columns, dtype=residual)
         statistics, table = x(4096, dtype=FP32), x(512, 64, dtype=FP32)
-        for bias, mean in ((None, None), (x(columns), statistics)):
-            norms.norm.run((x(4096, columns), r, x(columns), bias, EPS, dtype))
-            total = x(4096, columns) if r is None else r
-            norms.norm_backward.run(
-                (total, x(columns), statistics, mean, x(4096, columns), r, dtype)
-            )
-        gate, up = x(4096, 2 * columns).chunk(2, dim=-1)
-        swiglu._backward.run((gate, up, swiglu._forward.run((gate, up))))
+        for bias, mean in ((None, None), (weight, statistics)):
+            added = None if residual is None else total
+            norms.norm.run((full, added, weight, bias, EPS, dtype))
+            norms.norm_backward.run((total, weight, statistics, mean, full, added, dtype))
+        swiglu._forward.run((full, full))
+        swiglu._backward.run((full, full, full))
         q = x(8, 512, columns // 64, 64).transpose(1, 2)
         rotary._rotary.run((q, q, table, table, False))
         logits, targets = x(4096, 10_000), x(4096, dtype=torch.int64)
@@ -463,9 +406,9 @@ def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> 
         kernel, arguments, constants = recorded[-1]
         recorded.append((kernel, arguments, constants | {"INTO_GRADIENT": True}))
         ce._backward.run((logits, targets, rows, loss, logits))
-        column_sums._column_sums.run((x(4096, columns),))
-        gelu_mlp._gelu_backward.run((x(4096, columns), x(4096, columns)))
-        linear.seeded_dropout.run((x(4096, columns), 0.1, x(dtype=torch.int64)))
+        column_sums._column_sums.run((full,))
+        gelu_mlp._gelu_backward.run((full, full))
+        linear.seeded_dropout.run((full, 0.1, x(dtype=torch.int64)))
     launch.num_multiprocessors.cache_clear()
     return recorded
 
@@ -540,27 +483,22 @@ def test_the_matmul_compiles_without_spilling(empty_cache):
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
-def test_a_launch_is_kept_for_what_its_kernel_was_compiled_for():
+def test_a_launch_is_kept_for_what_its_kernel_was_compiled_for(monkeypatch):
     class Kernel:
         arg_names = ()
 
         def __getitem__(self, grid):
-            return lambda x, number, BLOCK: ran.append((grid[:1], number, BLOCK))
+            return lambda x, number, BLOCK: ran.append(number)
 
-    ran, launcher, x = [], launch.Launcher(Kernel()), torch.zeros(64)
-    calls = [
-        ((1,), (x, 32), 8),
-        ((1,), (x + 1, 48), 8),  # alike, and a multiple of 16 too
-        ((2,), (x, 32), 8),
-        ((1,), (x, 32), 16),
-        ((1,), (x.half(), 32), 8),
-        ((1,), (x[1:], 32), 8),
-        ((1,), (x, 33), 8),
-        ((1,), (x, 1), 8),
-        ((1,), (x, 2**31), 8),
-        ((1,), (x, None), 8),
-    ]
-    for grid, arguments, block in calls:
-        launcher[grid](*arguments, BLOCK=block)
-    assert ran == [(grid, arguments[1], block) for grid, arguments, block in calls]
-    assert len(launcher.launches) == len(calls) - 1
+    ran, made, make, x = [], [], launch.Launch, torch.zeros(64)
+    monkeypatch.setattr(launch, "Launch", lambda *facts: made.append(facts) or make(*facts))
+    launcher = launch.Launcher(Kernel())
+    for tensor, number in ((x, 32), (x + 1, 48)):  # alike, and a multiple of 16 too
+        launcher[(1,)](tensor, number, BLOCK=8)
+    assert len(made) == 1
+    others = [(x.half(), 32), (x[1:], 32), (x, 33), (x, 1), (x, 2**31), (x, None)]
+    for tensor, number in others:
+        launcher[(1,)](tensor, number, BLOCK=8)
+    launcher[(2,)](x, 32, BLOCK=8)
+    launcher[(1,)](x, 32, BLOCK=16)
+    assert len(made) == 9 and ran == [32, 48, *(number for _, number in others), 32, 32]

@@ -187,7 +187,7 @@ def tangents(name: str, path: str) -> set[str]:
         try:
             ours = function(OPERATIONS[name].ours, tensors)
         except (NotImplementedError, RuntimeError) as error:
-            assert re.search("implement the jvp function|setup_context staticmethod", str(error))
+            assert re.search("jvp function|setup_context staticmethod|forward mode", str(error))
             outcomes.add("refused")
             continue
         for x, right in zip(ours, function(OPERATIONS[name].formula, exact), strict=True):

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import struct
-import time
 
 import pytest
 import torch
@@ -22,17 +21,14 @@ from labkit.measure.memory import (
     BEFORE,
     Allocation,
     History,
-    OwnerLog,
     Recorder,
     SnapshotError,
-    history_since,
     measure_usage,
-    packed_bytes,
     pair_events,
+    read_history,
     residuals,
     saved_bytes,
 )
-from labkit.measure.snapshots import read_history
 from labkit.models.transformer import RMSNorm
 from labkit.records import RecordStore, newest
 
@@ -60,15 +56,13 @@ def test_a_history_adds_up_and_its_phases_lie_between_marks():
     assert [a.num_bytes for a in history.allocations if a.is_alive(1)] == [1000, 100, 50]
     assert Allocation(10, 100, 0, 2, "a") in history.allocations
     assert history.phases() == [("one", 1, 3), ("two", 3, 4)]
-    phases = [history.phase_at(position) for position in (BEFORE, 0, 1, 2, 3)]
-    assert phases == ["before", "before", "one", "one", "two"]
 
 
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([(1, 8, ""), (1, 8, "")], "allocates 0x1, which is in use"),
-        ([(1, -8, "")], "frees 8 bytes at 0x1, where 0 are in use"),
+        ([(1, 8, ""), (1, 8, "")], "event 1 allocates 8 bytes at 0x1, where 8 are in use"),
+        ([(1, -8, "")], "event 0 frees 8 bytes at 0x1, where 0 are in use"),
     ],
 )
 def test_events_that_contradict_one_another_are_refused(events, message):
@@ -77,8 +71,7 @@ def test_events_that_contradict_one_another_are_refused(events, message):
 
 
 def test_a_thinned_series_keeps_the_peak_and_adds_up():
-    generator = random.Random(0)
-    sizes = [generator.randint(1, 1000) for _ in range(1000)]
+    sizes = random.Random(0).sample(range(1, 1000), 500)
     events = [(address, num_bytes, "") for address, num_bytes in enumerate(sizes)]
     events += [(address, -num_bytes, "") for address, num_bytes in enumerate(sizes)]
     history = History(pair_events(events, {}), len(events))
@@ -86,50 +79,6 @@ def test_a_thinned_series_keeps_the_peak_and_adds_up():
     sums = [even + odd for even, odd in zip(series["even"], series["odd"], strict=True)]
     assert len(kept) <= 50 and max(sums) == history.peak_bytes
     assert sums == history.totals()[kept].tolist()
-
-
-def test_cutting_and_joining_of_blocks_is_followed_to_the_byte():
-    """A trace has the bytes asked for; the allocator counts those of the blocks that it gave."""
-    small, large = 2**30, 2**31
-    free = {"size": 1536, "state": "inactive"}
-    used = {"size": 2 * MIB - 1536, "state": "active_allocated"}
-    segments = [{"address": small, "blocks": [free, used]}]
-    steps = [
-        ("segment_alloc", large, 20 * MIB, 0),
-        ("alloc", small, 300, 512),  # cut
-        ("alloc", small + 512, 513, 1024),  # what is left of the segment fits
-        ("free_requested", small, 300, -512),
-        ("free_completed", small, 300, 0),
-        ("free_requested", small + 512, 513, -1024),
-        ("free_completed", small + 512, 513, 0),
-        ("alloc", small, 1025, 1536),  # both joined
-        ("alloc", large, 5 * MIB, 5 * MIB),
-        ("alloc", large + 5 * MIB, 14 * MIB, 15 * MIB),  # 1 MiB left is too little to cut
-        ("free_requested", large, 5 * MIB, -5 * MIB),
-        ("free_completed", large, 5 * MIB, 0),
-        ("alloc", large, 2 * MIB + 1, 2 * MIB + 512),
-    ]
-    trace = [
-        {"action": action, "addr": address, "size": size} for action, address, size, _ in steps
-    ]
-    history = history_since(segments, trace)
-    expected = [used["size"]]
-    for *_, change in steps:
-        if change:
-            expected.append(expected[-1] + change)
-    assert history.totals().tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        ("alloc", "event 0 of the trace, alloc at 0x10, fits no block"),
-        ("segment_map", "expandable_segments"),
-    ],
-)
-def test_a_trace_that_does_not_fit_its_segments_is_refused(action, message):
-    with pytest.raises(SnapshotError, match=message):
-        history_since([], [{"action": action, "addr": 16, "size": 1}])
 
 
 def test_usage_is_the_peak_and_what_stays():
@@ -140,9 +89,9 @@ def test_usage_is_the_peak_and_what_stays():
         return [kept, torch.empty(100, dtype=torch.uint8)]
 
     usage = measure_usage(work, "cpu")
-    assert (usage.peak_bytes, usage.kept_bytes, usage.requested_bytes) == (1300, 400, 400)
+    assert (usage.peak_bytes, usage.kept_bytes) == (1300, 400)
     freed = measure_usage(usage.result.clear, "cpu")
-    assert (freed.peak_bytes, freed.kept_bytes, freed.requested_bytes) == (0, -400, -400)
+    assert (freed.peak_bytes, freed.kept_bytes) == (0, -400)
     with pytest.raises(ValueError, match="device 'abacus' cannot be recorded; accepted: cuda, cpu"):
         measure_usage(work, "abacus")
 
@@ -157,46 +106,34 @@ class Small(nn.Module):
         return self.second(torch.exp(self.first(x)))
 
 
-def check_owners_of_a_small_step(device) -> list[Allocation]:
-    """Asserts what a forward and a backward pass allocate, and for whom; returns what was there
-    before.
-    """
+def check_a_small_step(device) -> list[Allocation]:
+    """Asserts what a forward and a backward pass allocate; returns what was there before."""
     model, x = Small(device), torch.randn(16, 32, device=device)
     model(x).sum().backward()
     model.zero_grad()
     with Recorder(device, [*model.parameters(), x]) as recorder:
-        log = OwnerLog(recorder, model)
-        with log:
-            recorder.mark("forward")
-            out = model(x).sum()
-            recorder.mark("backward")
-            out.backward()
-        log.close()
-    history, owners = recorder.history, log.owners()
-    made = [a for a in history.allocations if a.begin != BEFORE]
+        recorder.mark("forward")
+        out = model(x).sum()
+        recorder.mark("backward")
+        out.backward()
+    history = recorder.history
     address = model.first.weight.grad.data_ptr()
-    (gradient,) = [a for a in made if a.address == address and a.end is None]
-    owner = owners[gradient.begin]
-    assert history.phase_at(gradient.begin) == "backward"
-    assert (owner.operator, owner.module) == ("aten.mm", "first")
-    assert owner.frame.startswith("test_memory.py:") and owner.frame.endswith(" forward")
-    assert owner.code == "return self.second(torch.exp(self.first(x)))"
-    (exponential,) = [a for a in made if owners[a.begin].operator == "aten.exp"]
-    assert owners[exponential.begin].module == ""
-    assert history.phase_at(exponential.begin) == "forward"
+    (gradient,) = [a for a in history.allocations if a.address == address and a.end is None]
+    (forward, begin, middle), (backward, _, end) = history.phases()
+    assert (forward, backward) == ("forward", "backward") and end == history.num_events
+    assert begin < middle <= gradient.begin
     assert history.peak_bytes == history.reported_peak_bytes
-    assert not model._forward_hooks and not model.first._forward_pre_hooks
     return [a for a in history.allocations if a.begin == BEFORE]
 
 
-def test_each_allocation_has_its_phase_operator_module_and_line():
-    before = check_owners_of_a_small_step("cpu")
+def test_what_a_step_allocates_lies_in_its_phase():
+    before = check_a_small_step("cpu")
     assert sorted(a.num_bytes for a in before) == [8 * 64 * 4, 16 * 32 * 4, 32 * 64 * 4]
 
 
 @pytest.mark.gpu
 def test_on_cuda_the_history_peaks_where_the_allocator_does():
-    check_owners_of_a_small_step("cuda")
+    check_a_small_step("cuda")
     generator = random.Random(0)
     held = []
     with Recorder("cuda") as recorder:
@@ -208,9 +145,10 @@ def test_on_cuda_the_history_peaks_where_the_allocator_does():
                 size += generator.randint(0, 10**4)
                 held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     assert recorder.history.peak_bytes == recorder.history.reported_peak_bytes
-    assert recorder.history.totals()[-1] == torch.cuda.memory_allocated()
+    requested_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    assert recorder.history.totals()[-1] == requested_bytes
     usage = measure_usage(lambda: torch.empty(1000, dtype=torch.uint8, device="cuda"), "cuda")
-    assert (usage.requested_bytes, usage.kept_bytes) == (1000, 1024)
+    assert usage.kept_bytes == 1024
 
 
 @pytest.mark.gpu
@@ -235,7 +173,6 @@ def test_residuals_know_their_operator_and_their_module():
     assert sum(residual.is_resident for residual in kept) == 1
     # The input, its normalised value, one number a token.
     assert saved_bytes(kept) == 4 * (2 * 48 + 6)
-    assert packed_bytes(kept) == 4 * (3 * 48 + 2 * 6)
 
     model, x = Small(), torch.randn(16, 32, requires_grad=True)
     kept, out = residuals(lambda: model(x), model, list(model.parameters()), is_compiled=False)
@@ -316,18 +253,6 @@ def test_peaks_are_predicted_to_the_byte(
     assert 0 <= measured - predicted < SCALARS
 
 
-@pytest.mark.parametrize(
-    ("precision", "attention"), [("fp32", "sdpa_flash"), ("bf16", "eager"), ("bf16", "sdpa_flash")]
-)
-def test_activation_bytes_are_what_autograd_keeps(workload, precision, attention):
-    """The distinct storages, parameters left out."""
-    live = workload("scores", precision, attention)
-    kept, _ = residuals(live.forward, live.model, list(live.model.parameters()), is_compiled=False)
-    kind = "eager" if attention == "eager" else "fused"
-    known = {"precision": precision, "attention": kind, "device_kind": "cpu"}
-    assert saved_bytes(kept) == accounting.activation_bytes(*SHAPES["scores"], **known)
-
-
 def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
     """Within 3 %, and 96 MiB of workspaces, which notebook 01 counts in."""
     path = FIGURES / "nvidia-h200/records/01_benchmarking.jsonl"
@@ -350,19 +275,6 @@ def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
             assert difference <= 0.03 * predicted + 96 * MIB, record.case
             compared += 1
     assert compared > 90
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"precision": "fp8"}, "unknown precision 'fp8'; accepted: fp32, tf32, bf16"),
-        ({"phase": "sideways"}, "phase 'sideways'; accepted: inference, forward, train_step"),
-    ],
-)
-def test_what_the_accounting_does_not_know_is_refused(changed, message):
-    known = {"phase": "forward", "precision": "fp32", "attention": "eager", "device_kind": "cpu"}
-    with pytest.raises(ValueError, match=message):
-        accounting.peak_moments(SHAPES["scores"][0], 1, 8, **(known | changed))
 
 
 @pytest.mark.parametrize("plan", ["1", "3", "4/2/1"])
@@ -430,11 +342,8 @@ def hostile(path: str) -> dict[str, bytes]:
         "reduce": pickle.dumps(payload),
         "old global": b"cos\nmkdir\n(S'" + name + b"'\ntR.",
         "inst": b"(S'" + name + b"'\nios\nmkdir\n.",
-        "obj": b"(cos\nmkdir\nS'" + name + b"'\no.",
         "stack global": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + text + b"\x85R.",
-        "builtin": pickle.dumps(Payload(exec, f"import os; os.mkdir({path!r})")),
         "deep": pickle.dumps({"segments": [{"blocks": [payload]}], "device_traces": []}),
-        "in a key": pickle.dumps({("a", 1): payload}),
     }
 
 
@@ -443,82 +352,48 @@ def test_nothing_in_a_hostile_file_runs(tmp_path):
     contents = hostile(str(canary))
     for name, content in contents.items():
         path.write_bytes(content)
-        with pytest.raises(SnapshotError, match=r"refused: it names \w+\.\w+, and") as raised:
+        with pytest.raises(
+            SnapshotError, match=r"snapshot\.pickle: refused: it names \w+\.\w+, and"
+        ):
             read_history(path)
-        assert str(path) in str(raised.value), name
         assert not canary.exists(), name
     pickle.loads(contents["old global"])
     assert canary.exists(), "the files are not hostile at all"
 
 
-def snapshot(*events, segments=()) -> bytes:
-    """Returns a snapshot of one device with these (action, address, bytes)."""
-    trace = [dict(zip(("action", "addr", "size"), event, strict=False)) for event in events]
-    return pickle.dumps({"segments": [*segments], "device_traces": [trace]})
-
-
-NESTED = b"K\x00" + b"2\x86" * 60
-"""A pair of twice the same pair, and so on: 2^60 numbers for whoever looks at all of them."""
-
-FREE = {"size": 0, "state": "inactive"}
-FRAME = {"filename": "a", "line": 1, "name": "b"}
-LONG_EVENT = {"action": "alloc", "addr": 0, "size": 1, "frames": [FRAME] * 20_000}
+def snapshot(*events, segments=(), num_devices=1) -> bytes:
+    """Returns a snapshot with these (action, address, bytes) of the first device."""
+    trace = [dict(zip(("action", "addr", "size"), event, strict=True)) for event in events]
+    traces = [trace] + [[]] * (num_devices - 1)
+    return pickle.dumps({"segments": [*segments], "device_traces": traces})
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        # Registered, persistent and outside objects.
-        (b"\x80\x05\x82\x01.", ""),
-        (b"\x80\x05P1\n.", "external object"),
+        (b"\x80\x05P1\n.", "persistent"),
         (b"hello", "not an allocator snapshot"),
-        (pickle.dumps([1, 2]), "it has no list 'segments'"),
-        (pickle.dumps({"segments": []}), "it has no list 'device_traces'"),
         # What does not add up.
-        (pickle.dumps({"segments": [], "device_traces": [3]}), ""),
         (snapshot(("alloc", 1, 2**80)), "size is 12"),
-        (snapshot(("alloc", 1, math.nan)), "size is nan; accepted: 0 to"),
-        (snapshot(("alloc", 1, 2), ("alloc", 1, 2)), "which is in use"),
-        (snapshot(("alloc", 1, 2), ("free_requested", 1, 3)), "where 2 are in use"),
-        (snapshot(segments=[{"address": 0, "blocks": [FREE | {"size": 1.5}]}]), "size is 1.5"),
-        # Small files that would take for ever.
-        (b"\x80\x05\x8e" + struct.pack("<Q", 2**60) + b"x.", ""),
-        (b"\x80\x04" + NESTED + b"Q.", "external object"),
-        (b"\x80\x04K\x00" + b"r" + struct.pack("<I", 2**32 - 1) + b"0", ""),
-        (b"\x80\x04}" + NESTED + b"K\x00s.", "unhashable"),
-        (b"\x80\x04(" + NESTED + b"K\x00d.", "unhashable"),
-        (b"\x80\x04(" + NESTED + b"\x91.", "unhashable"),
-        (b"\x80\x04\x8b" + struct.pack("<I", 2**20) + b"\x01" * 2**20 + b"0" * 100, ""),
-        (b"\x80\x04}(\x8c\x08segments](" + NESTED + b"e\x8c\x0ddevice_traces]u.", ""),
-        (
-            b"\x80\x04}(\x8c\x08segments]\x8c\x0ddevice_traces](]}(\x8c\x06action\x8c\x05alloc"
-            b"\x8c\x04size" + NESTED + b"uaeu.",
-            "size is",
-        ),
-        (
-            snapshot(
-                segments=[{"address": x, "blocks": blocks} for blocks in [[FREE]] for x in (0, 9)]
-            ),
-            "two segments have the same blocks",
-        ),
-        (
-            pickle.dumps({"segments": [], "device_traces": [[LONG_EVENT] * 20_000]}),
-            "which is in use",
-        ),
+        (snapshot(("alloc", 1, math.nan)), "'float' object"),
+        (snapshot(("alloc", 1, 2), ("alloc", 1, 2)), "where 2 are in use"),
+        # Small files that claim much.
+        (b"\x80\x05\x8e" + struct.pack("<Q", 2**60) + b"x.", "not an allocator snapshot"),
     ],
 )
-def test_what_is_no_snapshot_is_refused_by_name_and_in_no_long_time(tmp_path, content, message):
+def test_what_is_no_snapshot_is_refused_by_name(tmp_path, content, message):
     path = tmp_path / "mine.pickle"
     path.write_bytes(content)
-    begin = time.process_time()
     with pytest.raises(SnapshotError, match=rf"mine\.pickle: .*{message}"):
         read_history(path)
-    assert time.process_time() - begin < 5
+
+
+USED = {"size": 1024, "requested_size": 1000, "state": "active_allocated"}
 
 
 def test_what_was_in_use_before_a_trace_is_told_from_its_end(tmp_path):
-    used = {"size": 1024, "requested_size": 1000, "state": "active_allocated"}
-    segments = [{"address": 0, "segment_pool_id": (0, 0), "blocks": [used, FREE]}]
+    free = {"size": 0, "state": "inactive"}
+    segments = [{"address": 0, "segment_pool_id": (0, 0), "blocks": [USED, free]}]
     trace = [("free_requested", 1024, 400), ("alloc", 2048, 50), ("free_requested", 2048, 50)]
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(snapshot(*trace, segments=segments))
@@ -526,11 +401,8 @@ def test_what_was_in_use_before_a_trace_is_told_from_its_end(tmp_path):
 
 
 def test_without_a_trace_the_device_with_most_in_use_counts(tmp_path):
-    used = {"size": 1024, "requested_size": 1000, "state": "active_allocated"}
-    segments = [{"device": device, "address": 0, "blocks": [used] * device} for device in (0, 2, 1)]
+    segments = [{"device": device, "address": 0, "blocks": [USED] * device} for device in (0, 2, 1)]
     path = tmp_path / "snapshot.pickle"
-    path.write_bytes(snapshot(segments=segments))
+    path.write_bytes(snapshot(segments=segments, num_devices=3))
     history = read_history(path)
     assert history.peak_bytes == 2000 and history.num_events == 0
-    with pytest.raises(SnapshotError, match=r"nowhere\.pickle: cannot be read"):
-        read_history(tmp_path / "nowhere.pickle")

@@ -29,21 +29,19 @@ class Clock:
         self.now_s += self.call_s(self.calls) if callable(self.call_s) else self.call_s
 
 
-def readings(begin_s, end_s, watts=WATTS, step_s=STEP_S, clocks=None, mask=0, energy=True):
+def readings(begin_s, end_s, watts=WATTS, step_s=STEP_S, clocks=None):
     """Returns what a GPU says every 20 ms whose counter is brought up to date every `step_s`."""
     times = [begin_s + 0.02 * number for number in range(1, int((end_s - begin_s) / 0.02))]
     return [
         Reading(
             time_s,
-            round(1e3 * watts * (time_s // step_s) * step_s) if energy else None,
+            round(1e3 * watts * (time_s // step_s) * step_s),
             clock,
             690_000,
-            60 + i % 5,
-            mask,
+            60,
+            0,
         )
-        for i, (time_s, clock) in enumerate(
-            zip(times, clocks or itertools.repeat(1500), strict=False)
-        )
+        for time_s, clock in zip(times, clocks or itertools.repeat(1500), strict=False)
     ]
 
 
@@ -140,27 +138,14 @@ def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gp
     assert gpu.energy_reads / 3 <= 14
 
 
-def test_the_power_before_the_window_does_not_count(gpu):
-    def says(begin_s, end_s):
-        early = readings(begin_s, begin_s + 1.0, watts=100.0)
-        late = [
-            one._replace(energy_mj=one.energy_mj + 10**9) for one in readings(begin_s + 1.0, end_s)
-        ]
-        return [*early, *late]
-
-    gpu.says = says
-    assert measured(gpu)[0]["watts"] == pytest.approx(WATTS, rel=0.03)
-
-
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        (lambda *_: [], "NVML gave no readings"),
-        (lambda *ends: readings(*ends, energy=False), "this GPU or driver has no energy counter"),
+        (lambda *_: [], "this GPU or driver has no energy counter"),
         (lambda *ends: readings(*ends, step_s=10.0), "the energy counter advanced too seldom"),
         (lambda *ends: readings(*ends, watts=-5.0), "the energy counter went backwards"),
     ],
-    ids=["no NVML", "no counter", "a counter that stands still", "a counter that is reset"],
+    ids=["no counter", "a counter that stands still", "a counter that is reset"],
 )
 def test_without_energy_the_reason_is_given_and_the_time_is_measured(gpu, says, reason):
     gpu.says = says
@@ -176,11 +161,10 @@ def test_a_slice_of_a_gpu_is_not_given_the_whole_gpus_energy(gpu):
 
 
 def test_a_window_is_steady_if_neither_its_clock_nor_its_time_drifts(gpu):
-    gpu.says = lambda *ends: readings(*ends, clocks=itertools.count(1980, -5), mask=0x4)
+    gpu.says = lambda *ends: readings(*ends, clocks=itertools.count(1980, -5))
     metrics, telemetry = measured(gpu)
     assert telemetry["clock_drift"] > power.STEADY > telemetry["drift"]
-    assert metrics["steady"] == 0 and telemetry["temperature_c"] == 64
-    assert telemetry["throttle_reasons"] == ["software power cap"]
+    assert metrics["steady"] == 0
     gpu.says = lambda *ends: readings(*ends, clocks=itertools.repeat(None))
     metrics, _ = measured(gpu)
     assert metrics["steady"] == 1 and "watts" in metrics and "sm_clock_mhz" not in metrics
@@ -195,11 +179,6 @@ def test_a_replay_counts_as_the_calls_that_it_holds_and_a_long_one_is_made_twice
     gpu.clock.call_s = 5.0
     metrics, telemetry = measured(gpu)
     assert telemetry["num_calls"] == 2 and metrics["sustained_ms"] == pytest.approx(5000.0)
-
-
-def test_no_time_is_refused():
-    with pytest.raises(ValueError, match="window_s is 0; accepted: a number above 0"):
-        sustained(lambda: None, device_kind="cpu", window_s=0)
 
 
 def test_a_cpu_has_times_and_no_energy():
@@ -233,16 +212,3 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
         joules = (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) * 1e-3
     by_hand = 2 * n**3 * num_calls / joules / 1e12
     assert metrics["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)
-
-
-@pytest.mark.gpu
-def test_watching_the_gpu_does_not_slow_the_host_down(monkeypatch):
-    """Small operators are issued as fast with the readings as without."""
-    x = torch.zeros(64, device="cuda")
-    times_ms = {power.READING_INTERVAL_S: [], 100.0: []}
-    for interval_s in 4 * list(times_ms):  # in turn: a host is not as fast in each second
-        monkeypatch.setattr(power, "READING_INTERVAL_S", interval_s)
-        result = sustained(lambda: x.add_(1), device_kind="cuda", warmup_s=0.5)
-        times_ms[interval_s].append(result.metrics["sustained_ms"])
-    watched, alone = map(min, times_ms.values())
-    assert watched < 1.05 * alone

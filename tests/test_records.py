@@ -70,7 +70,7 @@ VALUES = st.recursive(
 @given(case=st.dictionaries(st.text(), VALUES, max_size=4))
 def test_any_record_comes_back_equal_and_in_order(tmp_path_factory, case):
     store = RecordStore(tmp_path_factory.mktemp("any") / "records.jsonl")
-    failed = make_record(status="oom", reason="CUDA out of memory: “2 GiB”\nneeded", metrics={})
+    failed = make_record(status="oom", reason="“2 GiB”\nneeded by \\udcff.so", metrics={})
     written = append(store, make_record(case=case), failed)
     assert RecordStore(str(store.path)).load() == written
     assert [r.resume_key() for r in store.load()] == [r.resume_key() for r in written]
@@ -80,7 +80,7 @@ def test_any_record_comes_back_equal_and_in_order(tmp_path_factory, case):
     ("changes", "complaint"),
     [
         ({"status": "failed"}, "field status is 'failed'; accepted: ok, oom, error, skipped"),
-        ({"section": ""}, "field section is ''"),
+        ({"section": 3}, "field section is 3; accepted: str"),
         ({"metrics": {"median_ms": math.nan}}, "JSON"),
     ],
 )
@@ -100,66 +100,42 @@ def test_append_returns_after_the_whole_line_was_synced(store, monkeypatch):
 
 def test_floats_are_rounded_but_a_case_keeps_its_identity(store):
     # JSON has no tuples; a resumed run compares the case as built with the case as loaded.
-    metrics = {"median_ms": 1 / 3, "relative_error": 1 / 3}
+    metrics = {"median_ms": 1 / 3}
     (written,) = append(store, make_record(metrics=metrics, case={"scale": (1 / 3, 2)}))
     (record,) = store.load()
-    assert record.metrics == {"median_ms": 0.3333333, "relative_error": 0.3333}
+    assert record.metrics == {"median_ms": 0.3333333}
     assert record.identity == written.identity
 
 
-@pytest.mark.parametrize("num_kept", [0, 2])
-def test_a_last_line_torn_at_any_byte_costs_only_itself(store, monkeypatch, num_kept):
-    # Hundreds of syncs would measure the disk.
+def test_a_last_line_torn_at_any_byte_costs_only_itself(store, monkeypatch, capsys):
+    # Many syncs would measure the disk.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    kept = append(store, *PHASES[:num_kept])
-    append(store, PHASES[2])
+    append(store, *PHASES)
     whole = store.path.read_bytes()
     start = whole.rstrip(b"\n").rindex(b"\n") + 1
     torn = store.path.with_suffix(".torn")
-    for end in range(start, len(whole) - 1, 7):
+    for end in range(start + 1, len(whole) - 1, 20):
         torn.unlink(missing_ok=True)
         store.path.write_bytes(whole[:end])
-        assert store.load() == kept and store.path.read_bytes() == whole[:end]
+        assert store.load() == PHASES[:2] and store.path.read_bytes() == whole[:end]
         store.repair()
         assert store.path.read_bytes() == whole[:start]
-        assert end == start or torn.read_bytes() == whole[start:end] + b"\n", "nothing is deleted"
-        assert append(store, PHASES[1]) == store.load()[num_kept:]
+        assert torn.read_bytes() == whole[start:end] + b"\n", "nothing is deleted"
+        assert f"ended in {end - start} bytes of a torn line" in capsys.readouterr().err
+        append(store, PHASES[2])
+        assert store.load() == PHASES
 
 
-@pytest.mark.parametrize("has_last", [True, False], ids=["last end", "no last end"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"], ids=repr)
-def test_other_line_ends_and_a_missing_last_one_cost_no_record(store, capsys, end, has_last):
+def test_other_line_ends_and_a_missing_last_one_cost_no_record(store, capsys, end):
     append(store, *PHASES[:2])
-    content = end.join(store.path.read_bytes().splitlines()) + (end if has_last else b"")
+    content = end.join(store.path.read_bytes().splitlines())
     store.path.write_bytes(content)
     assert store.load() == PHASES[:2]
     store.repair()
-    assert store.path.read_bytes() == content + (b"" if has_last else b"\n")
-    assert not capsys.readouterr().err
+    assert store.path.read_bytes() == content + b"\n" and not capsys.readouterr().err
     append(store, PHASES[2])
     assert store.load() == PHASES
-
-
-def test_what_is_no_record_at_the_end_of_a_file_is_kept_beside_it_and_said(store, capsys):
-    append(store, make_record())
-    whole = store.path.read_bytes()
-    for torn in (b'{"metrics":{"median_ms":1.', b"\x00" * 9):
-        store.path.write_bytes(whole + torn)
-        store.repair()
-        assert store.path.read_bytes() == whole
-        assert f"{store.path} ended in {len(torn)} bytes of a torn line" in capsys.readouterr().err
-    kept = store.path.with_suffix(".torn").read_bytes()
-    assert kept == b'{"metrics":{"median_ms":1.\n' + b"\x00" * 9 + b"\n"
-
-
-def test_lines_that_run_into_one_another_are_refused_and_left(store):
-    append(store, *PHASES)
-    content = store.path.read_bytes().replace(b"\n", b"")
-    store.path.write_bytes(content)
-    store.repair()
-    with pytest.raises(RecordError, match="line 1: not JSON: Extra data"):
-        store.load()
-    assert store.path.read_bytes() == content + b"\n"
 
 
 def test_two_writers_without_a_lock_keep_their_records_apart(store):
@@ -172,7 +148,7 @@ def test_two_writers_without_a_lock_keep_their_records_apart(store):
     assert store.load() == written
     # Another program in the same session has a line of its own.
     written += append(store, make_record(session="a", software={"torch": "3.0"}))
-    assert store.load() == written and store.path.read_bytes().count(b"shared") == 3
+    assert store.load() == written
 
 
 def test_older_files_are_read(store):
@@ -234,14 +210,6 @@ def test_the_lock_of_another_process_is_respected_and_ends_with_it(store, monkey
             append(store, make_record())
 
 
-def test_the_lock_is_given_back_after_an_exception_too(tmp_path):
-    store = RecordStore(tmp_path / "not" / "yet" / "there.jsonl")
-    with pytest.raises(KeyError), store.locked():
-        raise KeyError
-    with store.locked():
-        assert not store.path.exists(), "locking must not make an empty file of records"
-
-
 def _line(**changes) -> bytes:
     content = asdict(make_record(schema_version=1)) | changes
     return json.dumps({name: value for name, value in content.items() if value is not ...}).encode()
@@ -251,24 +219,17 @@ def _line(**changes) -> bytes:
     ("line", "complaint"),
     [
         (_line()[:-20], "not JSON: "),
-        (b"\xff\xfe\x00", "not JSON: "),
         (b"[" * 100_000, "not JSON: nested too deeply"),
-        (_line(timer={"method": "\ud800"}), "not JSON: 'utf-8' codec"),
-        (b"[1, 2]", "not an object but list"),
+        (b"[1, 2]", "is [1, 2]; accepted: dict"),
         (_line(schema_version=3), "schema version 3; this labkit reads up to 2"),
-        (_line(colour="red", shade="dark"), "unknown fields colour, shade"),
-        (_line(phase=...), "no field phase"),
-        (_line(phase=""), "field phase is ''; accepted: a non-empty text"),
-        (_line(status="oom"), "where the status is oom"),
-        (_line(measurement_version=True), "field measurement_version is True; accepted: a whole"),
-        (_line(metrics={"median_ms": "1.0"}), "median_ms is '1.0'; accepted: a number or null"),
-        (_line(metrics={"num_bytes": -1}), "metrics.num_bytes is -1: a count cannot be negative"),
-        (_line(samples={"device_ms": [1, "2"]}), "samples.device_ms is [1, '2']; accepted: a list"),
-        (_line(case={"a": 2**80}), "field case.a is 1208925819614629174706176; accepted: finite"),
-        (_line(telemetry={"a": [[math.inf]]}), "field telemetry.a.0.0 is inf"),
-        (_line(telemetry={"sustained": 3}), "telemetry.sustained is 3; accepted: an object"),
-        (_line(software={"torch": 2}), "field software.torch is 2; accepted: a text"),
-        (_line(observed={"a": 9}).replace(b"9", b"[" * 40 + b"]" * 40), "nested more than 16 deep"),
+        (_line(colour="red"), "unexpected keyword argument 'colour'"),
+        (_line(phase=...), "missing 1 required positional argument: 'phase'"),
+        (_line(status="oom"), "there are metrics although the status is oom"),
+        (_line(measurement_version=True), "field measurement_version is True; accepted: int"),
+        (_line(metrics={"a_ms": "1.0"}), "metrics.a_ms is '1.0'; accepted: float | int | None"),
+        (_line(samples={"device_ms": [1, "2"]}), "samples.device_ms.1 is '2'; accepted: float"),
+        (_line(case={"a": 10**400}), "is not finite"),
+        (_line(telemetry={"sustained": 3}), "telemetry.sustained is 3; accepted: dict"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, complaint):
@@ -278,11 +239,6 @@ def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, compla
         store.load()
     assert f"{store.path}, line 2: " in str(caught.value) and complaint in str(caught.value)
     assert store.path.read_bytes() == content
-
-
-def test_a_reason_that_is_no_utf_8_is_recorded(store):
-    append(store, make_record(status="error", reason="no file \udcff.so", metrics={}))
-    assert store.load()[0].reason == "no file \\udcff.so"
 
 
 @pytest.mark.parametrize(
@@ -314,10 +270,17 @@ DONE = {"num_missing": 0, "profile": "full"}
     ("name", "content", "complaint"),
     [
         ("environment.json", "{", "Expecting property name"),
-        ("environment.json", {"device": "an H200"}, "device is 'an H200'; accepted: an object"),
-        ("environment.json", {"gpu": ENVIRONMENT["gpu"] | {"memory_bytes": -1}}, "_bytes is -1"),
-        ("environment.json", {"cpu": {"name": "a processor"}}, "no field cpu.num_cores"),
-        ("records/01_steps.done.json", DONE | {"num_missing": -2}, "-2; accepted: a whole"),
+        ("environment.json", {"device": "an H200"}, "device is 'an H200'; accepted: dict"),
+        (
+            "environment.json",
+            {"cpu": {"name": "a processor"}},
+            "cpu.num_cores is None; accepted: int",
+        ),
+        (
+            "records/01_steps.done.json",
+            DONE | {"num_missing": "2"},
+            "num_missing is '2'; accepted: int",
+        ),
         ("records/01_steps.jsonl", "{}\n", "line 1: schema version None"),
     ],
 )
@@ -334,18 +297,6 @@ def test_a_damaged_file_of_a_devices_folder_is_named(tmp_path, name, content, co
     assert str(tmp_path / name) in str(caught.value) and complaint in str(caught.value)
 
 
-def test_what_is_no_file_or_no_folder_is_refused_at_once(tmp_path):
-    folder = tmp_path / "records"
-    folder.write_text("")
-    with pytest.raises(RecordError, match="records: is no folder"):
-        records.check(tmp_path)
-    folder.unlink()
-    folder.mkdir()
-    os.mkfifo(folder / "01_benchmarking.jsonl")
-    with pytest.raises(RecordError, match=r"01_benchmarking.jsonl: is no file"):
-        records.check(tmp_path)
-
-
 def test_run_and_report_stop_at_a_damaged_file_before_any_kernel_starts(tmp_path, monkeypatch):
     folder = tmp_path / detect().slug
     (folder / "records").mkdir(parents=True)
@@ -353,7 +304,7 @@ def test_run_and_report_stop_at_a_damaged_file_before_any_kernel_starts(tmp_path
     (folder / "environment.json").write_bytes(b"{]\n")
     monkeypatch.setattr(notebooks, "execute", lambda *_, **__: pytest.fail("a kernel was started"))
     with pytest.raises(RecordError, match=str(folder / "environment.json")):
-        cli.run(["01"], profile="smoke", output=tmp_path)
+        cli.run(None, ["01"], profile="smoke", output=tmp_path)
     with pytest.raises(RecordError, match=str(folder / "environment.json")):
         render.rebuild(folder.name, output=tmp_path)
 
@@ -361,33 +312,26 @@ def test_run_and_report_stop_at_a_damaged_file_before_any_kernel_starts(tmp_path
 def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
     path.write_text("old")
-    path.chmod(0o640)
-
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", failing(errno.EACCES))
         with pytest.raises(RecordError, match=r"report\.md: cannot be written \(Permission denied"):
             records.write_text_atomic(path, "new")
     assert path.read_text() == "old"
     assert records.write_text_atomic(path, "nëw") == path
-    assert path.read_text(encoding="utf-8") == "nëw" and path.stat().st_mode & 0o777 == 0o640
-    assert os.listdir(tmp_path) == ["report.md"]
+    assert path.read_text(encoding="utf-8") == "nëw" and os.listdir(tmp_path) == ["report.md"]
 
 
-def test_newest_keeps_the_last_of_each_identity_in_the_order_measured():
-    first, other, again = make_record(), make_record(phase="backward"), make_record(session="b")
-    assert newest([first, other, again]) == [other, again]
+def test_newest_keeps_the_last_of_each_identity_and_sessions_are_kept_apart():
+    first, other = make_record(session="a"), make_record(phase="backward", session="a")
+    again, later = make_record(session="a"), make_record(session="b")
+    assert newest([first, other, again, later]) == [other, later]
     # A session that repeats key rows replaces none but its like.
     key, later_key = (make_record(session=session, profile="key") for session in "cd")
     assert newest([first, key]) == newest([key, first]) == [first]
     assert newest([key, later_key]) == [later_key]
-
-
-def test_sessions_of_a_measurement_are_kept_apart_each_by_its_newest_record():
-    one, again, other = (make_record(session=session) for session in "aab")
     elsewhere = make_record(session="c", software={"torch": "2.99"})
-    sessions = records.by_session([one, other, elsewhere, again])
-    assert list(sessions.values()) == [{"a": again, "b": other}, {"c": elsewhere}]
-    assert [*sessions[one.resume_key()]] == ["a", "b"]
+    sessions = records.by_session([first, later, elsewhere, again])
+    assert list(sessions.values()) == [{"a": again, "b": later}, {"c": elsewhere}]
 
 
 @pytest.mark.parametrize(
@@ -397,10 +341,8 @@ def test_sessions_of_a_measurement_are_kept_apart_each_by_its_newest_record():
         ({"software": SOFTWARE | {"driver": "580.65.06", "python": "3.13.0"}}, True, True),
         ({"source": {"commit": "def"}, "session": "b", "metrics": {}, "status": "oom"}, True, True),
         ({"measurement_version": 3}, True, False),
-        ({"software": SOFTWARE | {"triton": "3.7.0"}}, True, False),
         ({"software": SOFTWARE | {"driver": "590.159.04"}}, True, False),
         ({"phase": "backward"}, False, False),
-        ({"case": {"size": "small", "context": 128, "batch": 4}}, False, False),
     ],
     ids=str,
 )
@@ -414,23 +356,9 @@ def test_a_frame_has_one_row_per_record_and_a_column_per_number():
     sustained = {"sustained": {"num_calls": 3, "no_energy": "no counter"}, "disturbed": True}
     failed = make_record(status="oom", metrics={}, telemetry=sustained)
     frame = to_frame([make_record(), failed])
-    assert list(frame["status"]) == ["ok", "oom"] and list(frame["size"]) == ["small", "small"]
+    assert list(frame["status"]) == ["ok", "oom"]
     assert frame["median_ms"][0] == 1.25
     assert math.isnan(frame["median_ms"][1]), "a failure is no number"
-    assert list(frame["timer_method"]) == ["window", "window"]
+    assert frame["timer_method"][0] == "window"
     assert list(frame["disturbed"]) == [False, True]
     assert list(frame["no_energy"].fillna("")) == ["", "no counter"]
-
-
-@pytest.mark.parametrize(
-    ("session", "text"), [("this", "1 ok\n"), ("before", "1 ok; all recorded before, --fresh ")]
-)
-def test_a_run_that_measured_nothing_says_how_to(tmp_path, capsys, session, text):
-    (tmp_path / "records").mkdir()
-    append(
-        RecordStore(tmp_path / "records" / "01_benchmarking.jsonl"), make_record(session=session)
-    )
-    done = json.dumps(DONE | {"session": "this"})
-    records.done_path(tmp_path, "01_benchmarking").write_text(done)
-    cli._summary({"01_benchmarking": tmp_path}, {}, 1.0)
-    assert f"01_benchmarking: {text}" in capsys.readouterr().out

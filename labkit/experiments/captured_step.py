@@ -1,13 +1,15 @@
 """A step as it is captured: once with ranges around the parts of the model, once with the phases'
 ranges alone.
 
-As a program it runs one such step: `python -m labkit.experiments.captured_step SIZE CONTEXT
-PRECISION ATTENTION PHASE`.
+As a program it runs the steps of cases: `python -m labkit.experiments.captured_step SIZE CONTEXT
+PRECISION ATTENTION PHASE …`, with a file after them in which it writes what became of each.
 """
 
 import contextlib
 import functools
-import math
+import gc
+import itertools
+import json
 import shlex
 import sys
 import time
@@ -15,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from labkit.device import detect
-from labkit.experiments.sections import empty_cache
+from labkit.device import Device, detect
+from labkit.experiments.sections import empty_cache, freeze_modules
 from labkit.experiments.step import Step, step_parameters
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, RangeMarker
@@ -33,68 +34,31 @@ LARGEST_DIFFERENCE = 1e-2
 computed.
 """
 
-_PARTS = {
-    **dict.fromkeys(("matmul", "mul", "div"), "scores"),
-    **dict.fromkeys(("softmax", "max", "sub", "exp", "sum"), "softmax"),
-}
-_AFTER_SOFTMAX = {"matmul": "value product", "div": "softmax"}
-"""What functions of the formula belong to, as it reads or from plain operators, if not to the mask.
-"""
-
-_LAUNCHES_NOTHING = ("transpose", "dim", "__get__", "size")
-
-
-class _AttentionParts(TorchFunctionMode):
-    """Opens a range around each function of the attention formula: scores, mask, softmax or value
-    product.
-    """
-
-    def __init__(self, marker: RangeMarker):
-        super().__init__()
-        self.marker = marker
-        self.parts = _PARTS
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = func.__name__
-        if name in _LAUNCHES_NOTHING:
-            return func(*args, **(kwargs or {}))
-        part = self.parts.get(name, "mask")
-        if part == "softmax":
-            self.parts = _PARTS | _AFTER_SOFTMAX
-        with self.marker(part):
-            return func(*args, **(kwargs or {}))
-
 
 @contextlib.contextmanager
 def marked(step: Step, marker: RangeMarker) -> Iterator[None]:
-    """Marks blocks, norms, attention and its parts, feed-forward, embedding and head in this
-    context.
+    """Marks in this context the blocks, the parts of model and blocks by their names, and of
+    attention the "core" between its projections.
     """
-    model, handles = step.model, []
+    model = step.model
+    handles = []
 
     def mark(module: torch.nn.Module, name: str) -> None:
         handles.append(module.register_forward_pre_hook(lambda *_: marker.open(name)))
         handles.append(module.register_forward_hook(lambda *_: marker.close(), always_call=True))
 
-    def mark_backward(module: torch.nn.Module, name: str) -> None:
-        handles.append(module.register_full_backward_pre_hook(lambda *_: marker.open(name)))
-        handles.append(module.register_full_backward_hook(lambda *_: marker.close()))
-
     def attention(*tensors: torch.Tensor, causal: bool) -> torch.Tensor:
-        parts = _AttentionParts(marker) if impl in ("eager", "course") else contextlib.nullcontext()
-        with marker("core"), parts:
+        with marker("core"):
             return original(*tensors, causal=causal)
 
     for number, block in enumerate(model.blocks):
-        mark(block, f"block {number}")
-        mark_backward(block, f"block {number}")
-        mark(block.attention, "attention")
-        mark(block.feed_forward, "feed-forward")
-        mark(block.attention_norm, "norm")
-        mark(block.feed_forward_norm, "norm")
-    mark(model.embedding, "embedding")
-    mark(model.norm, "norm")
-    mark(model.head, "head")
+        name = f"block {number}"
+        mark(block, name)
+        opening = block.register_full_backward_pre_hook(lambda *_, name=name: marker.open(name))
+        handles += [opening, block.register_full_backward_hook(lambda *_: marker.close())]
+    for module in (model, *model.blocks):
+        for name, part in module.named_children():
+            mark(part, name)
     # Wrapped under the name by which the model finds it: the same functions compute.
     impl = model.blocks[0].attention.attention
     original = transformer.ATTENTION[impl]
@@ -108,15 +72,21 @@ def marked(step: Step, marker: RangeMarker) -> Iterator[None]:
 
 
 def capture_steps(step: Step, phase: str, marker: RangeMarker, label: str) -> list[dict]:
-    """Runs the two captured steps of a phase, "<label> step 0" with every range and "<label> step
-    1" with the phases'. Call `warm_up` first.
+    """Runs a phase unmarked, on memory that no earlier phase holds, and then the two steps to be
+    captured, "<label> step 0" with every range and "<label> step 1" with the phases'.
 
-    Returns of each step when all was issued and when it was done, `issued_ms` and `done_ms` by the
-    host's clock, and its `outcome`: mean and root mean square of the logits, or the loss.
+    Returns of each captured step when all was issued and when it was done, `issued_ms` and
+    `done_ms` by the host's clock.
 
-    Raises AssertionError if marking changed the outcome, or if that is not finite.
+    Raises AssertionError if marking changed the result, or if that is not finite.
     """
-    kind, steps = step.device.kind, []
+    kind = step.device.kind
+    step.model.zero_grad()
+    empty_cache(step.device)
+    for _ in range(NUM_WARMUP):
+        step.run(phase)
+    steps = []
+    outcomes = []
     for number in range(NUM_CAPTURED):
         if phase == "forward_backward":
             step.model.zero_grad()
@@ -126,69 +96,48 @@ def capture_steps(step: Step, phase: str, marker: RangeMarker, label: str) -> li
             marked(step, marker) if number == 0 else contextlib.nullcontext(),
             marker(f"{label} step {number}"),
         ):
-            result = step.run_parts(phase, marker)
+            result = step.run(phase, marker)
             issued = time.perf_counter()
             synchronize(kind)
             done = time.perf_counter()
-        steps.append(
-            {
-                "issued_ms": 1e3 * (issued - begin),
-                "done_ms": 1e3 * (done - begin),
-                "outcome": _outcome(result),
-            }
+        steps.append({"issued_ms": 1e3 * (issued - begin), "done_ms": 1e3 * (done - begin)})
+        values = result.float()
+        outcomes.append(torch.stack([values.mean(), values.square().mean().sqrt()]))
+        del result, values
+    with_ranges, without = outcomes
+    if not torch.isfinite(with_ranges + without).all():
+        raise AssertionError(f"{phase}: the result is {with_ranges.tolist()}, {without.tolist()}")
+    is_changed = (with_ranges - without).abs().max() > LARGEST_DIFFERENCE * without.abs().max()
+    if is_changed and phase != "train_step":  # whose steps differ in their weights
+        raise AssertionError(
+            f"{phase}: marking ranges changed the result from {without.tolist()} to "
+            f"{with_ranges.tolist()}"
         )
-        del result
-    _check(steps[0]["outcome"], steps[1]["outcome"], phase)
     return steps
 
 
-def warm_up(step: Step, phase: str) -> None:
-    """Runs the phase's uncaptured steps, on memory that no earlier phase holds."""
-    step.model.zero_grad()
-    empty_cache(step.device)
-    for _ in range(NUM_WARMUP):
-        step.run_parts(phase, RangeMarker("none"))
-        if phase == "forward_backward":
-            step.model.zero_grad()
-
-
-def _outcome(result: torch.Tensor) -> list[float]:
-    values = result.float()
-    if result.dim() == 0:
-        return [float(values)]
-    return [float(values.mean()), float(values.square().mean().sqrt())]
-
-
-def _check(marked_outcome: list[float], outcome: list[float], phase: str) -> None:
-    values = [*marked_outcome, *outcome]
-    if not all(math.isfinite(value) for value in values):
-        raise AssertionError(f"{phase}: the result is {values}")
-    if phase == "train_step":  # its steps differ in their weights
-        return
-    bound = LARGEST_DIFFERENCE * max(abs(value) for value in values)
-    for with_ranges, without in zip(marked_outcome, outcome, strict=True):
-        if abs(with_ranges - without) > bound:
-            raise AssertionError(
-                f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}"
-            )
-
-
-def run_step(
-    marker: RangeMarker, size: str, context: str, precision: str, attention: str, phase: str
-) -> None:
-    """Runs the warm-up and the two captured steps of a case, "labkit step 0" and "labkit step
-    1".
+def run_cases(
+    device: Device, cases: Sequence[Sequence[str]], marker: RangeMarker
+) -> Iterator[dict]:
+    """Yields of each case, (size, context, precision, attention, phase), what it was as read back
+    from the live objects, and its captured steps, "case <number> step <0 or 1>".
     """
-    parameters = step_parameters(size, int(context), precision, attention=attention)
-    with contextlib.closing(Step(detect(), parameters)) as step:
-        warm_up(step, phase)
-        capture_steps(step, phase, marker, "labkit")
+    numbers = itertools.count()
+    for shape, same in itertools.groupby(cases, key=lambda case: case[:-1]):
+        with contextlib.closing(Step(device, parameters_of(*shape))) as step:
+            for *_, phase in same:
+                steps = capture_steps(step, phase, marker, f"case {next(numbers)}")
+                yield {"case": step.described(), "observed": step.observed(), "steps": steps}
+
+
+def parameters_of(size: str, context: str, precision: str, attention: str) -> dict:
+    """Returns the parameters of a step that is named by these words."""
+    impl = "course" if attention == "course" else "eager"
+    return step_parameters(size, int(context), precision, attention=attention, impl=impl)
 
 
 def nsys_line(case: Sequence[str], output: Path) -> str:
-    """Returns the command that makes the capture `output` by hand: of a case as `run_step` takes
-    it.
-    """
+    """Returns the command that makes the capture `output` of a case by hand."""
     program = ["python", "-m", "labkit.experiments.captured_step", *case]
     return shlex.join(
         ["nsys", "profile", *profiling.TRACED, *profiling.STACKS, f"--output={output}", *program]
@@ -196,21 +145,39 @@ def nsys_line(case: Sequence[str], output: Path) -> str:
 
 
 def keep_capture(case: Sequence[str], output: Path) -> Path:
-    """Captures a case as `run_step` takes it by nsys, else by torch.profiler; returns the file.
-    Raises as they do.
-    """
+    """Captures a case by nsys, else by torch.profiler; returns the file. Raises as they do."""
     device = detect()
     nsys = Nsys.usable() if device.kind == "cuda" else None
     if nsys:
         path = output.with_name(f"{output.name}.nsys-rep")
         command = [sys.executable, "-m", __name__, *case]
         nsys.capture(command, timeout_s=600.0, keep=path, stacks=True)
-    else:
-        path = output.with_name(f"{output.name}.json")
-        run = functools.partial(run_step, RangeMarker("kineto"), *case)
-        profiling.capture_with_kineto(run, device.kind, keep=path, stacks=True)
+        return path
+    path = output.with_name(f"{output.name}.json")
+    run = functools.partial(list, run_cases(device, [case], RangeMarker("kineto")))
+    profiling.capture_with_kineto(run, device.kind, keep=path, stacks=True)
     return path
 
 
+def main(words: Sequence[str]) -> None:
+    """Runs the cases; with a file, writes an answer for each and ends after the first failure."""
+    device = detect()
+    marker = RangeMarker("nvtx" if device.kind == "cuda" else "none")
+    cases = [words[first : first + 5] for first in range(0, len(words) - 4, 5)]
+    if len(words) == 5 * len(cases):
+        list(run_cases(device, cases, marker))
+        return
+    freeze_modules()
+    with open(words[-1], "a", encoding="utf-8") as file:
+        try:
+            for answer in run_cases(device, cases, marker):
+                print(json.dumps(answer), file=file, flush=True)
+        except Exception as error:
+            is_oom = isinstance(error, torch.OutOfMemoryError)
+            reason = f"{error}".split("\n")[0][:500]
+            print(json.dumps({"failure": reason, "is_oom": is_oom}), file=file)
+    gc.unfreeze()  # or its modules are reported as leaks when the process ends
+
+
 if __name__ == "__main__":
-    run_step(RangeMarker("nvtx" if torch.cuda.is_available() else "none"), *sys.argv[1:])
+    main(sys.argv[1:])

@@ -5,6 +5,7 @@ Each rate is taken in bursts and sustained. An experiment takes its "ceilings" s
 `ceiling_rates` from here.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,26 +32,18 @@ CEILING_TIME_S = {"cuda": 3.0, "mps": 3.0, "cpu": 0.5}
 
 def ceiling_cases(precisions: Sequence[str], timeout_s: float) -> list[Case]:
     """Returns the section's cases: a matrix product in each precision and one copy."""
-    gemms = [{"kind": "gemm", "precision": precision} for precision in precisions]
-    copy = {"kind": "copy", "precision": "fp32"}
-    return [
-        Case(SESSION_SECTION, parameters, ("rate",), timeout_s) for parameters in (*gemms, copy)
-    ]
-
-
-def ceiling_name(case: Case) -> str:
-    """Returns the key under which a ceiling reaches the other cases: "copy" or "gemm
-    <precision>".
-    """
-    kind, precision = case.parameters["kind"], case.parameters["precision"]
-    return "copy" if kind == "copy" else f"gemm {precision}"
+    parameters = [{"kind": "gemm", "precision": precision} for precision in precisions]
+    parameters.append({"kind": "copy", "precision": "fp32"})
+    return [Case(SESSION_SECTION, one, ("rate",), timeout_s) for one in parameters]
 
 
 def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
-    """Returns the rates (TFLOP/s of a matrix product, GB/s of a copy) by name: in bursts, and
-    "sustained <name>".
+    """Returns the rates by the name under which they reach the other cases: "copy" (GB/s) or "gemm
+    <precision>" (TFLOP/s) in bursts, and "sustained <name>".
     """
-    name, unit = ceiling_name(case), "gb_per_s" if case.parameters["kind"] == "copy" else "tflops"
+    name, unit = "copy", "gb_per_s"
+    if case.parameters["kind"] == "gemm":
+        name, unit = f"gemm {case.parameters['precision']}", "tflops"
     return {
         name: measured.metrics[f"achieved_{unit}"],
         f"sustained {name}": measured.metrics[f"sustained_{unit}"],
@@ -61,44 +54,35 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
     """C = A·B, all n × n, of random normal data (zeros would draw less power), or a copy inside the
     device.
     """
-    if case.parameters["kind"] == "copy":
+    described = dict(case.parameters)
+    if described["kind"] == "copy":
         target, source = copy_buffers(device)
-        times = _burst(device, target.copy_, source)
-        rate = copy_rate(device, source, times.timing.median_ms)
-        rate |= sustained_metrics(
-            device, times, lambda: target.copy_(source), num_bytes=2 * source.nbytes
-        )
-        return times.measured(rate, case.parameters, {"num_bytes": source.nbytes})
-    precision, n = case.parameters["precision"], CEILING_SIZES[device.kind]
-    numerics.set_precision(precision)
-    a, b = (
-        torch.randn(n, n, device=device.kind, dtype=numerics.tensor_dtype(precision))
-        for _ in range(2)
-    )
-    times = _burst(device, torch.matmul, a, b)
-    tflops = 2 * n**3 / (times.timing.median_ms * 1e-3) / 1e12
-    peak = device.peaks.tflops(precision) if device.peaks else None
-    rates = {
-        "achieved_tflops": tflops,
-        "datasheet": peak,
-        "datasheet_fraction": tflops / peak if peak else None,
-    }
-    return times.measured(
-        rates | sustained_metrics(device, times, lambda: torch.matmul(a, b), flops=2 * n**3),
-        case={"kind": "gemm", "precision": numerics.live_precision(a.dtype)},
-        observed={"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]},
-    )
-
-
-def _burst(device: Device, function: Callable, *inputs: torch.Tensor) -> Timed:
-    """Returns the times of `function(*inputs)`, on a GPU of ten calls after a second's rest.
-
-    A GPU at its power limit, by what ran before or by many calls, is up to a fifth slower.
-    """
-    if device.kind != "cuda":
-        return timed_call(device, function, *inputs)
-    time.sleep(1)
-    return timed_call(device, function, *inputs, min_samples=10, max_samples=10)
+        call = functools.partial(target.copy_, source)
+        work = {"num_bytes": 2 * source.nbytes}
+        observed = {"num_bytes": source.nbytes}
+    else:
+        precision, n = described["precision"], CEILING_SIZES[device.kind]
+        numerics.set_precision(precision)
+        dtype = numerics.tensor_dtype(precision)
+        a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
+        call = functools.partial(torch.matmul, a, b)
+        work = {"flops": 2 * n**3}
+        described["precision"] = numerics.live_precision(a.dtype)
+        observed = {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
+    samples = {}
+    if device.kind == "cuda":
+        # At its power limit, by what ran before or by many calls, a GPU is up to a fifth slower.
+        time.sleep(1)
+        samples = {"min_samples": 10, "max_samples": 10}
+    times = timed_call(device, call, **samples)
+    if described["kind"] == "copy":
+        metrics = copy_rate(device, source, times.timing.median_ms)
+    else:
+        tflops = 2 * n**3 / (times.timing.median_ms * 1e-3) / 1e12
+        peak = device.peaks.tflops(precision) if device.peaks else None
+        metrics = _achieved("tflops", tflops, peak)
+    metrics |= sustained_metrics(device, times, call, **work)
+    return times.measured(metrics, described, observed)
 
 
 CEILINGS = {SESSION_SECTION: section(_measure)}
@@ -122,9 +106,9 @@ def copy_rate(device: Device, source: torch.Tensor, time_ms: float) -> dict:
     datasheet's.
     """
     rate = 2 * source.nbytes / (time_ms * 1e-3) / 1e9
-    peak = device.peaks.memory_gb_per_s if device.peaks else None
-    return {
-        "achieved_gb_per_s": rate,
-        "datasheet": peak,
-        "datasheet_fraction": rate / peak if peak else None,
-    }
+    return _achieved("gb_per_s", rate, device.peaks.memory_gb_per_s if device.peaks else None)
+
+
+def _achieved(unit: str, rate: float, peak: float | None) -> dict:
+    fraction = rate / peak if peak else None
+    return {f"achieved_{unit}": rate, "datasheet": peak, "datasheet_fraction": fraction}

@@ -200,8 +200,6 @@ def _step(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) ->
         compute_us = [rank["profile"]["compute_us"] for rank in ranks]
         metrics["imbalance_us"] = max(compute_us) - min(compute_us)
     samples = {"step_ms": list(slowest)}
-    if first["waits_ms"]:
-        samples["gather_wait_ms"] = first["waits_ms"]
     starts = [times[0] for rank in ranks for times in rank["spans"].values() if times]
     origin = min(starts, default=0)
     for number, rank in enumerate(ranks):

@@ -1,25 +1,24 @@
 """Notebook 04: where memory goes in a training step, what autograd keeps, and what recomputing it
 saves.
 
-Sections: "peaks" (every size, context and precision), "timeline" (every allocation of a step, with
-its owner), "block" (what one block keeps for its backward pass), "checkpointing" (blocks
-recomputed), "course" (peaks of the model as a course writes it).
+Sections: "peaks" (every size, context and precision), "timeline" (every allocation of a step),
+"block" (what one block, or a part of it, keeps for its backward pass, compiled or not),
+"checkpointing" (blocks recomputed), "course" (peaks of the model as a course writes it).
 """
 
 import contextlib
-import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from labkit import accounting
-from labkit.configs import MEMORY, model_config
+from labkit import accounting, numerics
+from labkit.configs import MEMORY, ModelConfig
 from labkit.device import Device, detect
-from labkit.experiments.part_of_block import PARTS, measure_part
 from labkit.experiments.sections import (
     empty_cache,
     freeze_modules,
@@ -29,20 +28,28 @@ from labkit.experiments.sections import (
     section,
     timed,
 )
-from labkit.experiments.step import Step, course_parameters, step_parameters
+from labkit.experiments.step import (
+    Step,
+    course_parameters,
+    lacking_room,
+    open_step,
+    run_blocks,
+    step_parameters,
+)
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure.memory import (
     BEFORE,
     DEVICE_KINDS,
     Allocation,
     History,
-    Owner,
-    OwnerLog,
     Recorder,
-    Usage,
+    Residual,
     measure_usage,
+    residuals,
+    saved_bytes,
 )
 from labkit.measure.timing import time_callable
+from labkit.models.transformer import Block, RMSNorm, RotaryEmbedding
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "run_case"]
 
@@ -51,16 +58,25 @@ MEASUREMENT_VERSION = 2
 PEAK_PHASES = ("inference", "forward", "train_step")
 COURSE_PHASES = ("forward", "train_step")
 TIMELINE_PHASES = ("inference", "train_step")
-BEYOND_DOUBT = 1.1
-"""A phase that is predicted to need more than 1.1 times the device's memory is not tried."""
-
 TIMELINE_POINTS = 400
-LARGEST = 14
-"""Groups of equal allocations that a record names."""
+
+PARTS = (
+    ("rms_norm", "eager"),
+    ("rms_norm", "compiled"),
+    ("block", "eager"),
+    ("block", "compiled"),
+    ("four_blocks", "compiled"),
+    ("four_blocks_by_pairs", "compiled"),
+)
+"""What is looked into, and whether it is compiled."""
+
+COMPILERS = {"cuda": "inductor", "cpu": "aot_eager_decomp_partition"}
+"""The compiler by kind of device. What is kept is decided before code is generated, in the same way
+by both.
+"""
 
 LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 5e-2}
-"""Relative difference of a recomputed gradient's norm from the plain one above which it is wrong.
-"""
+"""Relative difference above which a recomputed gradient's norm is wrong, or a compiled result."""
 
 
 def cases(
@@ -116,50 +132,29 @@ def resident(step: Step) -> list[Tensor]:
     return [*step.model.parameters(), *inputs(step), *gradients(step), *optimizer_state(step)]
 
 
-@contextlib.contextmanager
-def _open_step(device: Device, case: Case) -> Iterator[Step]:
-    """Gives the step of a case, and as its `built` the metrics of the memory that building it
-    took.
-    """
-    usage = measure_usage(functools.partial(Step, device, case.parameters), device.kind)
-    step = usage.result
-    step.built = _left_behind("parameter", usage, beside=num_bytes(inputs(step)))
-    del usage
-    with contextlib.closing(step):
-        yield step
-
-
-def _device_bytes(device: Device) -> int | None:
-    return memory_bytes(device) if device.kind == "cuda" else None
-
-
 def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
-    """Runs a phase once, a training step first part by part and then whole; returns its bytes.
+    """Runs a phase once; returns its bytes.
 
     `resident_bytes` are of the tensors that were there before; `other_bytes` what the allocator
-    counts beside tensors: workspaces of libraries, and what it rounds sizes up to.
+    counts beside tensors: workspaces of libraries, and what it rounds sizes up to; `made_bytes` of
+    what a forward pass leaves.
     """
-    kind, model = step.device.kind, step.model
-    _require_room(step.device, case.parameters, phase)
+    if reason := lacking_room(step.device, case.parameters, phase):
+        raise Skip(reason)
     # Libraries take their workspaces at their first call in each thread.
     step.loss_on(step.tokens[:1, :16], step.targets[:1, :16]).backward()
-    model.zero_grad()
-    empty_cache(step.device)
-    metrics: dict[str, int | None] = {}
     if phase == "train_step":
-        vars(step).pop("optimizer", None)
-        metrics |= step.built
-        metrics |= _left_behind("gradient", measure_usage(step.forward_backward, kind))
-        metrics |= _left_behind("optimizer", measure_usage(step.optimizer.step, kind))
-        model.zero_grad()
-    usage = measure_usage(getattr(step, phase), kind)
+        step.train_step()  # makes the optimizer's state
+    step.model.zero_grad()
+    empty_cache(step.device)
+    usage = measure_usage(getattr(step, phase), step.device.kind)
+    if phase != "inference" and not torch.isfinite(usage.result):
+        raise AssertionError(f"the loss is {usage.result.item()}")
+    metrics = {"added_bytes": usage.peak_bytes}
     if phase == "forward":
-        metrics |= _left_behind("made", usage)
-        if not torch.isfinite(usage.result):
-            raise AssertionError(f"the loss is {usage.result.item()}")
-    metrics["added_bytes"] = added = usage.peak_bytes
+        metrics["made_bytes"] = usage.kept_bytes
     del usage
-    metrics |= _peak_bytes(step, added)
+    metrics |= _peak_bytes(step, metrics["added_bytes"])
     return Measured(metrics, step.described(), step.observed())
 
 
@@ -169,108 +164,56 @@ def _peak_bytes(step: Step, added: int) -> dict[str, int | None]:
     """
     step.model.zero_grad()
     resident_bytes = num_bytes(resident(step))
-    is_cuda = step.device.kind == "cuda"
-    return {
+    metrics = {
         "resident_bytes": resident_bytes,
-        "other_bytes": torch.cuda.memory_allocated() - resident_bytes if is_cuda else 0,
-        "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else resident_bytes + added,
-        "device_bytes": _device_bytes(step.device),
+        "other_bytes": 0,
+        "peak_bytes": resident_bytes + added,
+        "device_bytes": None,
     }
+    if step.device.kind == "cuda":
+        metrics["other_bytes"] = torch.cuda.memory_allocated() - resident_bytes
+        metrics["peak_bytes"] = torch.cuda.max_memory_allocated()
+        metrics["device_bytes"] = memory_bytes(step.device)
+    return metrics
 
 
-def _left_behind(part: str, usage: Usage, beside: int = 0) -> dict[str, int]:
-    """Returns the bytes of a part, without `beside` of them: the allocator's blocks, and what was
-    asked of them.
-    """
-    return {
-        f"{part}_bytes": usage.kept_bytes - beside,
-        f"{part}_requested_bytes": usage.requested_bytes - beside,
-    }
-
-
-def _require_room(device: Device, parameters: dict, phase: str) -> None:
-    """Raises Skip for a phase that is predicted to need far more memory than there is."""
-    total = _device_bytes(device)
-    predicted = accounting.peak_bytes(
-        model_config(parameters["size"]),
-        parameters["batch"],
-        parameters["context"],
-        phase,
-        precision=parameters["precision"],
-        attention="eager" if parameters["attention"] in ("eager", "course") else "fused",
-        device_kind=device.kind,
-    )
-    if total and predicted > BEYOND_DOUBT * total:
-        raise Skip(f"predicted to need {predicted / 1e9:.0f} GB of {total / 1e9:.0f} GB")
+# ---- timeline ------------------------------------------------------------------------------------
 
 
 def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
-    """Records every allocation of a step that is like all later ones, after one that is not
-    recorded, as a check.
-    """
-    kind = step.device.kind
-    _require_room(step.device, case.parameters, phase)
+    """Records every allocation of a step that is like all later ones."""
+    if reason := lacking_room(step.device, case.parameters, phase):
+        raise Skip(reason)
     if phase == "train_step":
         step.train_step()  # makes the optimizer's state
         step.model.zero_grad()
-    plain = measure_usage(getattr(step, phase), kind)
-    plain_bytes = torch.cuda.max_memory_allocated() if kind == "cuda" else plain.peak_bytes
-    del plain
-    step.model.zero_grad()
-    with (
-        Recorder(kind, resident(step)) as recorder,
-        contextlib.closing(OwnerLog(recorder, step.model)) as log,
-        log,
-    ):
-        _run_recorded(step, recorder, phase)
+    with Recorder(step.device.kind, resident(step)) as recorder:
+
+        def part(name: str) -> contextlib.AbstractContextManager:
+            names = {"inference": "forward", "optimizer": "optimizer step"}
+            recorder.mark(names.get(name, name))
+            return contextlib.nullcontext()
+
+        step.run(phase, part)
         gradient_addresses = {x.untyped_storage().data_ptr() for x in gradients(step)}
     history = recorder.history
-    if kind != "cuda":
-        plain_bytes += int(history.totals()[0])
-    owners = log.owners()
-    owner = owners[history.peak_position] if history.peak_position >= 0 else None
     category = _categories(step, history, gradient_addresses)
     at_peak: Counter[str] = Counter()
     for allocation in history.allocations:
         if allocation.is_alive(history.peak_position):
             at_peak[category(allocation)] += allocation.num_bytes
-    kept, series = history.series(category, TIMELINE_POINTS)
-    return Measured(
-        metrics={
-            "peak_bytes": history.peak_bytes,
-            "reported_peak_bytes": history.reported_peak_bytes,
-            "plain_peak_bytes": plain_bytes,
-            "num_events": history.num_events,
-            "num_allocations": sum(
-                allocation.begin != BEFORE for allocation in history.allocations
-            ),
-            **{f"{name.replace(' ', '_')}_at_peak_bytes": n for name, n in at_peak.items()},
-        },
-        case=step.described(),
-        observed={
-            **step.observed(),
-            "phases": [list(part) for part in history.phases()],
-            "peak_position": history.peak_position,
-            "peak_phase": history.phase_at(history.peak_position),
-            "peak_owner": {name: getattr(owner, name) for name in ("operator", "module", "frame")}
-            if owner
-            else {},
-            "largest": _largest(history, owners, category),
-        },
-        samples={"event": kept}
-        | {f"{name}_mib": [round(x / 2**20, 2) for x in y] for name, y in series.items()},
-    )
-
-
-def _run_recorded(step: Step, recorder: Recorder, phase: str) -> None:
-    """Runs the phase part by part under the recorder's marks."""
-
-    @contextlib.contextmanager
-    def part(name: str) -> Iterator[None]:
-        recorder.mark({"inference": "forward", "optimizer": "optimizer step"}.get(name, name))
-        yield
-
-    step.run_parts(phase, part)
+    events, series = history.series(category, TIMELINE_POINTS)
+    metrics = {
+        "peak_bytes": history.peak_bytes,
+        "reported_peak_bytes": history.reported_peak_bytes,
+        "num_events": history.num_events,
+        "num_allocations": sum(one.begin != BEFORE for one in history.allocations),
+    }
+    metrics |= {f"{name.replace(' ', '_')}_at_peak_bytes": n for name, n in at_peak.items()}
+    mib = {f"{name}_mib": [round(x / 2**20, 2) for x in y] for name, y in series.items()}
+    phases = {"phases": [list(part) for part in history.phases()]}
+    samples = {"event": events, **mib}
+    return Measured(metrics, step.described(), step.observed() | phases, samples)
 
 
 def _categories(
@@ -284,15 +227,16 @@ def _categories(
     known = {x.untyped_storage().data_ptr(): "parameters" for x in step.model.parameters()}
     known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in optimizer_state(step)}
     begin_of = {name: begin for name, begin, _ in history.phases()}
-    backward, optimizer_step = begin_of.get("backward"), begin_of.get("optimizer step")
 
     def category(allocation: Allocation) -> str:
         if allocation.begin == BEFORE:
             return known.get(allocation.address, "other")
-        if backward is None:
+        if "backward" not in begin_of:
             return "temporary"
-        if allocation.address in gradient_addresses and allocation.is_alive(optimizer_step - 1):
+        is_gradient = allocation.address in gradient_addresses
+        if is_gradient and allocation.is_alive(begin_of["optimizer step"] - 1):
             return "gradients"
+        backward = begin_of["backward"]
         if allocation.begin < backward and allocation.is_alive(backward - 1):
             return "activations"
         return "temporary"
@@ -300,39 +244,83 @@ def _categories(
     return category
 
 
-def _largest(
-    history: History, owners: Sequence[Owner], category: Callable[[Allocation], str]
-) -> list[dict]:
-    """Returns groups of like allocations that the step made, those of the largest single size
-    first.
+# ---- what a block keeps --------------------------------------------------------------------------
+
+
+def _measure_part(device: Device, case: Case, phase: str) -> Measured:
+    """Lists what a part of the model keeps for its backward pass; a compiled one is held against
+    the eager one.
     """
-    groups: dict[tuple, list[Allocation]] = {}
-    for allocation in history.allocations:
-        if allocation.begin != BEFORE:
-            owner, phase = owners[allocation.begin], history.phase_at(allocation.begin)
-            key = (
-                allocation.num_bytes,
-                owner.operator,
-                owner.frame or allocation.frame,
-                category(allocation),
-                phase,
-            )
-            groups.setdefault(key, []).append(allocation)
-    names = ("num_bytes", "operator", "frame", "category", "phase")
-    return [
-        {
-            **dict(zip(names, key, strict=True)),
-            "module": owners[group[0].begin].module,
-            "code": owners[group[0].begin].code,
-            "count": len(group),
-            "count_at_peak": sum(
-                allocation.is_alive(history.peak_position) for allocation in group
-            ),
-        }
-        for key, group in sorted(
-            groups.items(), key=lambda item: (-item[0][0], -len(item[1]), item[0][1:])
-        )[:LARGEST]
-    ]
+    parameters = case.parameters
+    part = parameters["part"]
+    is_compiled = parameters["code"] == "compiled"
+    kind = device.kind
+    empty_cache(device)
+    torch.manual_seed(0)
+    numerics.set_precision(parameters["precision"])
+    d_model = parameters["d_model"]
+    shape = (parameters["batch"], parameters["context"], d_model)
+    config = ModelConfig("", "", d_model, parameters["d_ff"], 1, parameters["num_heads"])
+    rotary = RotaryEmbedding(config.d_head, shape[1], config.rope_theta).to(kind)
+    if part == "rms_norm":
+        modules = nn.ModuleList([RMSNorm(d_model).to(kind)])
+    else:
+        num_blocks = 1 if part == "block" else 4
+        modules = nn.ModuleList(Block(config, "eager").to(kind) for _ in range(num_blocks))
+    x_BTC = torch.randn(shape, device=kind, requires_grad=True)
+    grad_out_BTC = torch.randn(shape, device=kind)
+    plan = (2,) if part.endswith("by_pairs") else ()
+
+    def forward() -> Tensor:
+        if part == "rms_norm":
+            return modules[0](x_BTC)
+        return run_blocks(list(modules), x_BTC, rotary, plan)
+
+    def results() -> list[Tensor]:
+        """Returns the output, and the gradients of the input and the parameters."""
+        out = forward()
+        leaves = [x_BTC, *modules.parameters()]
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out_BTC)]
+
+    metrics: dict[str, float] = {}
+    if is_compiled:
+        exact = results()
+        for module in modules:
+            module.compile(backend=COMPILERS[kind], dynamic=False)
+        pairs = zip(results(), exact, strict=True)
+        difference = max(numerics.relative_error(x, reference) for x, reference in pairs)
+        if not difference <= LARGEST_DIFFERENCE["fp32"]:
+            raise AssertionError(f"compiled and eager differ by {difference:.2g}")
+        metrics["relative_difference"] = difference
+        del exact, pairs
+    kept_anyway = [*modules.parameters(), *rotary.buffers()]
+    kept, out = residuals(forward, modules, kept_anyway, is_compiled=is_compiled)
+    metrics |= {
+        "num_residuals": len(kept),
+        "saved_bytes": saved_bytes(kept),
+        "stream_bytes": out.untyped_storage().nbytes(),
+    }
+    is_live = all(module._compiled_call_impl is not None for module in modules)
+    described = {**parameters, "code": "compiled" if is_live else "eager"}
+    return Measured(metrics, described, {"residuals": _grouped(kept)})
+
+
+def _grouped(kept: list[Residual]) -> list[dict]:
+    """Returns the residuals, like ones together."""
+    table = pd.DataFrame([vars(residual) for residual in kept])
+    table["module"] = table["module"].str.replace(r"^0\.?", "", regex=True)
+    table["shape"] = table["shape"].map(lambda shape: " × ".join(map(str, shape)))
+    table["saved_bytes"] = table["num_bytes"] * (table["is_new"] & ~table["is_resident"])
+    like = table.groupby(["operator", "module", "shape", "dtype", "is_resident"], sort=False)
+    groups = like.agg(
+        count=("is_new", "size"),
+        num_distinct=("is_new", "sum"),
+        saved_bytes=("saved_bytes", "sum"),
+    )
+    return groups.reset_index().to_dict("records")
+
+
+# ---- recomputation -------------------------------------------------------------------------------
 
 
 def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
@@ -344,46 +332,34 @@ def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
     # This is also the first step, which makes the optimizer's state.
     num_forwards = count_block_forwards(step)
     step.model.zero_grad()
-    memory = _peak_bytes(step, measure_usage(step.train_step, kind).peak_bytes)
+    metrics = _peak_bytes(step, measure_usage(step.train_step, kind).peak_bytes)
     # Two steps have run: there is nothing left to warm up.
     limits = {"num_warmup": 0, "min_samples": 3, "max_samples": 20}
     limits |= {"time_limit_s": case.time_limit_s, "device_kind": kind}
     times = timed(step.device, time_callable, step.train_step, **limits)
-    metrics = {
-        **memory,
-        "forwards_per_block": num_forwards,
-        "gradient_relative_difference": difference,
-    }
-    described = {**step.described(), "plan": plan_text(step, num_forwards)}
+    metrics["forwards_per_block"] = num_forwards
+    metrics["gradient_relative_difference"] = difference
+    plan = "/".join(map(str, step.plan)) or "none"
+    if not math.isclose(
+        num_forwards, accounting.checkpoint_forwards(len(step.model.blocks), step.plan)
+    ):
+        plan += f", but each block ran {num_forwards:g} times"
+    described = step.described() | {"plan": plan}
     return times.measured(metrics, described, step.observed(), keep="step_ms")
-
-
-def plan_text(step: Step, num_forwards: float) -> str:
-    """Returns the plan under its name if the blocks ran as often as it makes them, else what was
-    seen.
-    """
-    text = "/".join(map(str, step.plan)) or "none"
-    expected = accounting.checkpoint_forwards(len(step.model.blocks), step.plan)
-    if math.isclose(num_forwards, expected):
-        return text
-    return f"{text}, but each block ran {num_forwards:g} times"
 
 
 def count_block_forwards(step: Step) -> float:
     """Returns how often a block's forward pass runs in a training step, on average over the
     blocks.
     """
-    num_calls = 0
-
-    def count(*_) -> None:
-        nonlocal num_calls
-        num_calls += 1
-
-    hooks = [block.register_forward_pre_hook(count) for block in step.model.blocks]
+    calls = []
+    hooks = [
+        block.register_forward_pre_hook(lambda *_: calls.append(1)) for block in step.model.blocks
+    ]
     step.train_step()
     for hook in hooks:
         hook.remove()
-    return num_calls / len(step.model.blocks)
+    return len(calls) / len(step.model.blocks)
 
 
 def gradient_difference(step: Step) -> float:
@@ -411,11 +387,11 @@ def gradient_difference(step: Step) -> float:
 
 
 SECTIONS = {
-    "peaks": section(_measure_peak, _open_step),
-    "course": section(_measure_peak, _open_step),
-    "timeline": section(_measure_timeline, _open_step),
-    "block": section(measure_part),
-    "checkpointing": section(_measure_checkpointing, _open_step),
+    "peaks": section(_measure_peak, open_step),
+    "course": section(_measure_peak, open_step),
+    "timeline": section(_measure_timeline, open_step),
+    "block": section(_measure_part),
+    "checkpointing": section(_measure_checkpointing, open_step),
 }
 
 

@@ -7,12 +7,13 @@ live modules), "normalisation" (LayerNorm and RMSNorm by the dtype of their stat
 "operators" (what autocast issues), "training" (loss and gradients of a synthetic task).
 """
 
-import contextlib
 import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +32,9 @@ from labkit.configs import (
 from labkit.device import Device
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
 from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
-from labkit.experiments.step import RECIPES, Step, step_parameters
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
-from labkit.experiments.training import measure_training
-from labkit.models.transformer import TransformerLM
+from labkit.experiments.step import RECIPES, Step, open_step, step_parameters
+from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.models.transformer import TransformerLM, language_model_loss
 from labkit.numerics import DTYPES, NORMS, dtype_name
 
 MEASUREMENT_VERSION = 2
@@ -59,30 +59,26 @@ the addition.
 
 NORM_VARIANTS = (
     ("fp32", "fp32"),
-    *(
-        (dtype, statistics)
-        for dtype in ("fp16", "bf16")
-        for statistics in (dtype, "fp32", "library")
-    ),
+    *itertools.product(("fp16",), ("fp16", "fp32", "library")),
+    *itertools.product(("bf16",), ("bf16", "fp32", "library")),
 )
 """(dtype of input and output, dtype of the statistics). library: PyTorch's own function, which
 chooses.
 """
 
-LARGEST_DTYPE_DEVIATION = 0.05
-"""The loss under autocast may be this fraction off that in fp32, on the same model and data."""
-
 OPERATOR_PHASES = ("forward", "backward", "optimizer_step")
 OPERATOR_PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
-COUNTS = ("num_operators", "num_casts", "cast_bytes")
 
 LARGEST_LOSS_DEVIATION = 0.05
-"""A step whose loss at initialisation is further off its closed form than this fraction is not
-timed.
+"""A loss that is further off than this fraction is wrong: at initialisation from its closed form,
+under autocast from that in fp32.
 """
 
-MAX_HALVINGS = 24
-"""Halvings of the loss scale within which the gradients must become finite (2¹⁶ to 2⁻⁸)."""
+NUM_LOOKS = 10
+"""How often during a training run the gradients are looked at."""
+
+LAST_STEPS = 0.1
+"""The final loss is the mean over this share of the steps."""
 
 
 def cases(
@@ -92,8 +88,6 @@ def cases(
     asked.
     """
     grid = MIXED_PRECISION[profile]
-    wanted_sizes = sizes or grid.sizes
-    wanted_contexts = contexts or grid.contexts
     limit = grid.case_timeout_s
     planned = []
     for method, accumulator, term, cast in SERIES:
@@ -103,20 +97,21 @@ def cases(
     for model, dtype in itertools.product(("toy", grid.transformer), ("fp16", "bf16")):
         planned.append(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit))
     rows, features = grid.norm_shape
-    for norm, setting, (dtype, statistics), scale in itertools.product(
+    for norm, setting, (dtype, statistics_name), scale in itertools.product(
         NORMS, NORM_SETTINGS, NORM_VARIANTS, grid.norm_scales
     ):
         parameters = {
             "norm": norm,
             "setting": setting,
             "input": dtype,
-            "statistics": statistics,
+            "statistics": statistics_name,
             "scale": scale,
             "rows": rows,
             "features": features,
         }
         planned.append(Case("normalisation", parameters, ("error",), limit))
-    for step in itertools.product(wanted_sizes, wanted_contexts, MIXED_PRECISIONS):
+    steps = itertools.product(sizes or grid.sizes, contexts or grid.contexts, MIXED_PRECISIONS)
+    for step in steps:
         parameters = step_parameters(*step)
         planned.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
     for size, precision in itertools.product(grid.operator_sizes, OPERATOR_PRECISIONS):
@@ -128,147 +123,95 @@ def cases(
     return planned
 
 
-class ToyModel(nn.Module):
-    """Linear → ReLU → LayerNorm → Linear, the small model whose dtypes are published."""
-
-    def __init__(self, **factory):
-        super().__init__()
-        self.fc1 = nn.Linear(8, 10, bias=False, **factory)
-        self.relu = nn.ReLU()
-        self.layer_norm = nn.LayerNorm(10, **factory)
-        self.fc2 = nn.Linear(10, 5, bias=False, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.layer_norm(self.relu(self.fc1(x))))
+# ---- dtypes --------------------------------------------------------------------------------------
 
 
-def read_dtypes(
-    model: nn.Module, forward: Callable[[], tuple[Tensor, Tensor]]
-) -> tuple[dict[str, str], float]:
-    """Returns (dtypes by component, loss) of one forward and backward pass, read by hooks where
-    tensors pass.
-
-    Components: the parameters, every module's output (those of all blocks under one name), logits,
-    loss, gradients.
-
-    Args:
-        forward: runs the model under autocast and returns (loss, logits).
-    """
-    dtypes: dict[str, list[str]] = {}
-
-    def note(name: str, tensor: Tensor) -> None:
-        names = dtypes.setdefault(name, [])
-        text = str(tensor.dtype).removeprefix("torch.")
-        if text not in names:
-            names.append(text)
-
-    def watch(module: nn.Module, name: str):
-        return module.register_forward_hook(lambda module, inputs, output: note(name, output))
-
-    for parameter in model.parameters():
-        note("parameters", parameter)
-    handles = []
-    for name, module in model.named_modules():
-        if name and not isinstance(module, nn.ModuleList):
-            shared_name = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            handles.append(watch(module, f"{shared_name}_output"))
-    try:
-        loss, logits = forward()
-        loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    note("logits", logits)
-    note("loss", loss)
-    for parameter in model.parameters():
-        note("gradients", parameter.grad)
-        parameter.grad = None
-    texts = {name: " and ".join(names) for name, names in dtypes.items()}
-    return texts, float(loss.detach())
+def _toy_model(device: Device) -> nn.Module:
+    """Returns Linear → ReLU → LayerNorm → Linear, the small model whose dtypes are published."""
+    layers = {
+        "fc1": nn.Linear(8, 10, bias=False),
+        "relu": nn.ReLU(),
+        "layer_norm": nn.LayerNorm(10),
+        "fc2": nn.Linear(10, 5, bias=False),
+    }
+    return nn.Sequential(OrderedDict(layers)).to(device.kind)
 
 
 def measure_dtypes(device: Device, parameters: dict) -> Measured:
-    """Returns the dtypes of a model's parts under autocast, and its loss beside that in fp32."""
+    """Returns the dtypes of a model's parts under autocast, noted by hooks where tensors pass, and
+    its loss beside that in fp32.
+
+    Parts: the parameters, every module's output (those of all blocks under one name), logits, loss,
+    gradients.
+    """
     torch.manual_seed(0)
     numerics.set_precision("fp32")
     if parameters["model"] == "toy":
-        model = ToyModel(device=device.kind)
+        model = _toy_model(device)
         inputs = torch.randn(16, 8, device=device.kind)
         targets = torch.arange(16, device=device.kind) % 5
     else:
         config = model_config(parameters["model"])
         model = TransformerLM(config, max_context=16, attention="eager", device=device.kind)
-        inputs = torch.randint(config.vocab_size, (1, 16), device=device.kind)
-        targets = torch.randint(config.vocab_size, (1, 16), device=device.kind)
+        inputs, targets = torch.randint(config.vocab_size, (2, 1, 16), device=device.kind)
+    dtypes: dict[str, dict[str, None]] = {}  # by part, in the order in which they are seen
 
-    def forward() -> tuple[Tensor, Tensor]:
+    def note(part: str, *tensors: Tensor) -> None:
+        for x in tensors:
+            dtypes.setdefault(part, {})[str(x.dtype).removeprefix("torch.")] = None
+
+    def loss_of() -> tuple[Tensor, Tensor]:
         logits = model(inputs)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits
 
-    autocast = torch.autocast(device.kind, DTYPES[parameters["autocast"]])
-    with autocast:
-        live = dtype_name(torch.get_autocast_dtype(device.kind))
-    dtypes, loss = read_dtypes(model, autocast(forward))
     with torch.no_grad():
-        loss_fp32 = float(forward()[0])
-    if not abs(loss / loss_fp32 - 1) <= LARGEST_DTYPE_DEVIATION:
+        loss_fp32, _ = loss_of()
+    note("parameters", *model.parameters())
+    for name, module in model.named_modules():
+        if name and not isinstance(module, nn.ModuleList):
+            part = re.sub(r"\.\d+\.", ".*.", f"{name}.").removesuffix(".")
+            module.register_forward_hook(lambda *call, part=part: note(f"{part}_output", call[-1]))
+    with torch.autocast(device.kind, DTYPES[parameters["autocast"]]):
+        live = dtype_name(torch.get_autocast_dtype(device.kind))
+        loss, logits = loss_of()
+    loss.backward()
+    note("logits", logits)
+    note("loss", loss)
+    note("gradients", *(parameter.grad for parameter in model.parameters()))
+    if not abs(loss / loss_fp32 - 1) <= LARGEST_LOSS_DEVIATION:
         raise AssertionError(f"the loss is {loss:.4g} under autocast and {loss_fp32:.4g} in fp32")
     return Measured(
-        metrics={"loss": loss, "loss_fp32": loss_fp32},
+        metrics={"loss": float(loss), "loss_fp32": float(loss_fp32)},
         case={"model": parameters["model"], "autocast": live},
-        observed={
-            "dtypes": [list(pair) for pair in dtypes.items()],
-            "num_modules": len(list(model.modules())),
-        },
+        observed={"dtypes": [[part, " and ".join(names)] for part, names in dtypes.items()]},
     )
 
 
-@contextlib.contextmanager
-def _timed_step(device: Device, case: Case) -> Iterator[Step]:
-    if device.kind == "cpu" and RECIPES[case.parameters["precision"]].autocast == torch.float16:
-        raise Skip(f"{device.name}: PyTorch emulates float16 matrix products on most processors")
-    with contextlib.closing(Step(device, case.parameters)) as step:
-        yield step
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def _measure_step(step: Step, case: Case, phase: str) -> Measured:
-    """Returns one phase's time and peak memory, after its loss (forward) or its gradients have been
-    looked at.
-    """
-    scaler, model, metrics = step.scaler, step.model, {}
+    """Returns one phase's time and peak memory, and what shows that it computes with numbers."""
+    if step.device.kind == "cpu" and step.recipe.autocast == torch.float16:
+        name = step.device.name
+        raise Skip(f"{name}: PyTorch emulates float16 matrix products on most processors")
+    scaler = step.scaler
+    metrics: dict = {}
     if phase == "forward":
         metrics["loss"] = check_loss(step)
-    else:
-        settle_scale(step)
     scale = scaler.get_scale()
-    model.zero_grad()
+    step.model.zero_grad()
     limits = {"time_limit_s": case.time_limit_s}
     times, peak = timed_with_peak(step.device, step.time_phase, phase, **limits)
     metrics |= peak
     if phase == "train_step":
-        if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        if not all(parameter.isfinite().all() for parameter in step.model.parameters()):
             raise AssertionError(f"training in {step.precision} has made a parameter inf or NaN")
-        # Each step whose gradients overflow is left out, and halves the scale.
+        # Each step whose gradients overflow is left out, and halves the scale: some of the warm-up.
         metrics["num_skipped_steps"] = round(math.log2(scale / scaler.get_scale()))
     metrics["loss_scale"] = scaler.get_scale()
     metrics["tokens_per_s"] = step.tokens.numel() / (times.timing.median_ms * 1e-3)
     return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
-
-
-def settle_scale(step: Step) -> None:
-    """Halves the loss scale until the gradients are finite; raises AssertionError if they do not
-    become so.
-    """
-    for _ in range(MAX_HALVINGS):
-        step.model.zero_grad()
-        step.forward_backward()
-        if all(parameter.grad.isfinite().all() for parameter in step.model.parameters()):
-            return
-        if not step.scaler.is_enabled():
-            break
-        step.scaler.update(step.scaler.get_scale() / 2)
-    scale = step.scaler.get_scale()
-    raise AssertionError(f"gradients are not finite in {step.precision} at a loss scale of {scale}")
 
 
 def check_loss(step: Step) -> float:
@@ -289,6 +232,9 @@ def check_loss(step: Step) -> float:
     return loss
 
 
+# ---- operators -----------------------------------------------------------------------------------
+
+
 class OperatorCounter(TorchDispatchMode):
     """Counts the operators that reach the device below autocast, and casts among them; views start
     no kernel.
@@ -296,45 +242,93 @@ class OperatorCounter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.num_operators = self.num_casts = self.cast_bytes = 0
+        self.counts = {"num_operators": 0, "num_casts": 0, "cast_bytes": 0}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if _is_view(function):
+        if function.is_view or function is torch.ops.aten._unsafe_view.default:
             return result
-        self.num_operators += 1
+        self.counts["num_operators"] += 1
         if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
             source = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)][-1]
             if source.dtype != result.dtype:
-                self.num_casts += 1
-                self.cast_bytes += source.nbytes + result.nbytes
+                self.counts["num_casts"] += 1
+                self.counts["cast_bytes"] += source.nbytes + result.nbytes
         return result
 
 
-def _is_view(function) -> bool:
-    aliases = [value.alias_info for value in function._schema.returns]
-    is_alias = any(alias is not None and not alias.is_write for alias in aliases)
-    return is_alias or function is torch.ops.aten._unsafe_view.default
-
-
-def count_operators(step: Step) -> dict[str, OperatorCounter]:
-    """Returns the operators of a forward pass, a backward pass and an optimizer step, after one
-    step that warms up.
-    """
+def _measure_operators(step: Step, case: Case, phase: str) -> Measured:
+    """Returns the operators of a part of a training step, after one that warms up."""
     step.train_step()
-    step.model.zero_grad()
-    counters = {part: OperatorCounter() for part in ("forward", "backward", "optimizer")}
-    step.run_parts("train_step", counters.__getitem__)
-    return counters
+    counters: dict[str, OperatorCounter] = defaultdict(OperatorCounter)
+    step.run("train_step", counters.__getitem__)
+    counts = counters[phase.removesuffix("_step")].counts
+    return Measured(counts, step.described(), step.observed())
 
 
-def _run_operators(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    with contextlib.closing(Step(device, case.parameters)) as step:
-        counters = count_operators(step)
-        for phase in case.phases:
-            counts = vars(counters[phase.removesuffix("_step")])
-            metrics = {name: counts[name] for name in COUNTS}
-            yield phase, functools.partial(Measured, metrics, step.described(), step.observed())
+# ---- training ------------------------------------------------------------------------------------
+
+
+def successor_sequences(num_tokens: int, num_steps: int, batch: int, context: int) -> Tensor:
+    """Returns (steps, batch, context + 1) token ids in which each is followed by its successor in
+    one permutation.
+    """
+    generator = torch.Generator().manual_seed(0)
+    successor = torch.randperm(num_tokens, generator=generator)
+    columns = [torch.randint(num_tokens, (num_steps, batch), generator=generator)]
+    for _ in range(context):
+        columns.append(successor[columns[-1]])
+    return torch.stack(columns, dim=-1)
+
+
+def _measure_training(step: Step, case: Case, phase: str) -> Measured:
+    """Returns the losses of the synthetic task in one precision, the shares of the gradients'
+    elements that are 0, and what of the gains never moved.
+    """
+    parameters = case.parameters
+    model = step.model
+    scaler = step.scaler
+    step.optimizer.param_groups[0]["lr"] = parameters["learning_rate"]
+    shape = (parameters["num_steps"], parameters["batch"], parameters["context"])
+    data = successor_sequences(parameters["num_tokens"], *shape).to(step.device.kind)
+    # The embedding's rows are not all seen.
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
+    gains = [p for p in model.parameters() if p.dim() == 1]
+    initial_gains = [gain.detach().clone() for gain in gains]
+    losses = []
+    num_skipped = 0
+    looks = defaultdict(list)
+    for number, sequences in enumerate(data):
+        step.optimizer.zero_grad()
+        with step.autocast():
+            logits = model(sequences[:, :-1])
+            loss = language_model_loss(logits, sequences[:, 1:])
+        logits.retain_grad()
+        step.backward(loss)
+        if number % max(1, len(data) // NUM_LOOKS) == 0:
+            looks["look_step"].append(number)
+            looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))
+            looks["zero_logit_gradients"].append(_share([logits.grad == 0]))
+        scale = scaler.get_scale()
+        step.optimize()
+        num_skipped += scaler.get_scale() < scale
+        losses.append(float(loss))
+    finite = [loss if math.isfinite(loss) else None for loss in losses]
+    last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
+    unmoved = [gain == before for gain, before in zip(gains, initial_gains, strict=True)]
+    metrics = {
+        "final_loss": None if None in last else statistics.fmean(last),
+        "num_skipped_steps": num_skipped,
+        "final_loss_scale": scaler.get_scale(),
+        "unmoved_gains": _share(unmoved),
+    }
+    live = {"precision": step.live_precision(), "size": model.config.name}
+    return Measured(metrics, {**parameters, **live}, samples={"loss": finite, **looks})
+
+
+def _share(marks: Sequence[Tensor]) -> float:
+    """Returns the share of all elements that are marked."""
+    return sum(int(x.sum()) for x in marks) / sum(x.numel() for x in marks)
 
 
 def _probe(measure: Callable[[Device, dict], Measured]) -> Runner:
@@ -345,9 +339,9 @@ SECTIONS = {
     "accumulation": _probe(measure_sum),
     "dtypes": _probe(measure_dtypes),
     "normalisation": _probe(measure_normalisation),
-    "steps": section(_measure_step, _timed_step),
-    "operators": _run_operators,
-    "training": _probe(measure_training),
+    "steps": section(_measure_step, open_step),
+    "operators": section(_measure_operators, open_step),
+    "training": section(_measure_training, open_step),
 }
 
 run_case = functools.partial(run_section, SECTIONS)

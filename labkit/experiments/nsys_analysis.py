@@ -7,35 +7,29 @@ context share a capture, which costs more than most cases; of a capture that is 
 recorded. With torch.profiler the worker itself captures each phase.
 
 A step is captured twice, after one step that warms up: first with ranges around every block, norm
-and part of attention, then with the phases' ranges alone. Times and launches come from the second,
-which runs as it would unmarked; what is inside which range comes from the first. Then the worker
-times the same step without a profiler.
+and attention, then with the phases' ranges alone. Times and launches come from the second, which
+runs as it would unmarked; what is inside which range comes from the first.
 """
 
-import contextlib
 import functools
-import gc
 import json
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import torch
 
-from labkit import accounting, numerics
-from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config
-from labkit.device import Device, detect
-from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, capture_steps, warm_up
-from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
-from labkit.experiments.step import Step, course_parameters, step_parameters
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.configs import NSYS_ANALYSIS
+from labkit.device import Device
+from labkit.experiments import captured_step
+from labkit.experiments.captured_step import NUM_WARMUP, parameters_of, run_cases
+from labkit.experiments.sections import freeze_modules, run_section, section
+from labkit.experiments.step import lacking_room
+from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import KERNEL_CLASSES
-from labkit.kernels.attention import what_runs
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
 from labkit.monitor import Monitor
@@ -43,7 +37,7 @@ from labkit.monitor import Monitor
 __all__ = ["MEASUREMENT_VERSION", "ProfiledCase", "cases", "run_case"]
 
 MEASUREMENT_VERSION = 2
-"""2: the step is also timed without the profiler, and different kernels have different names."""
+"""2: different kernels have different names."""
 
 FLASH = "auto"
 """The attention beside eager: labkit's FlashAttention, whichever implementation it takes for these
@@ -56,15 +50,8 @@ STEP_PHASES = ("inference", "forward", "backward", "optimizer")
 KERNEL_KINDS = ("kernel", "operator")
 """Kinds of launches whose time is kernel time: no copies by the copy engine, no memsets."""
 
-WORTH_TIMING = 0.05
-"""Idle share under the profiler from which a step is timed without it: below, it idles even less
-without.
-"""
-
-KEPT_KERNELS = 10
-"""Kernels that a record keeps of each phase: those with most time, and as many of those that are no
-matmul.
-"""
+KEPT_KERNELS = 20
+"""Kernels with most time that a record keeps of each phase."""
 
 CAPTURE_MARGIN_S = 20.0
 """By how much a capture's own limit is below its case's, so that it ends its processes itself."""
@@ -72,9 +59,11 @@ CAPTURE_MARGIN_S = 20.0
 
 @dataclass(frozen=True)
 class ProfiledCase(Case):
-    """A case, and the parameters and phases of those after it that a capture of it takes along."""
+    """A case, and the words (see `captured_step`) of those after it that a capture of it takes
+    along.
+    """
 
-    together: tuple[tuple[dict, tuple[str, ...]], ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
 
 
 def cases(
@@ -84,27 +73,21 @@ def cases(
     grid = NSYS_ANALYSIS[profile]
     wanted_sizes = sizes or grid.sizes
     wanted_contexts = contexts or grid.contexts
-    planned = []
+    planned: list[Case] = []
 
-    def add(section: str, group: list[dict], *phases: str) -> None:
-        pairs = tuple((parameters, phases) for parameters in group)
-        for number, parameters in enumerate(group, start=1):
-            planned.append(
-                ProfiledCase(
-                    section,
-                    parameters,
-                    phases,
-                    grid.case_timeout_s,
-                    stop_at_failure=True,
-                    together=pairs[number:],
-                )
-            )
+    def add(section: str, group: list[tuple[str, ...]], *phases: str) -> None:
+        for number, shape in enumerate(group, start=1):
+            together = tuple((*other, phase) for other in group[number:] for phase in phases)
+            options = {"stop_at_failure": True, "together": together}
+            parameters = parameters_of(*shape)
+            case = ProfiledCase(section, parameters, phases, grid.case_timeout_s, **options)
+            planned.append(case)
 
     for size in wanted_sizes:
         last = "forward_backward" if size in grid.without_optimizer else "train_step"
         for context in wanted_contexts:
             group = [
-                step_parameters(size, context, precision, attention=attention)
+                (size, str(context), precision, attention)
                 for precision in grid.precisions
                 for attention in ("eager", FLASH)
                 if attention == "eager" or context in grid.flash_contexts.get(precision, ())
@@ -112,253 +95,141 @@ def cases(
             add("profiles", group, "inference", last)
     for size, context in grid.course:
         if size in wanted_sizes and context in wanted_contexts:
-            group = [course_parameters(size, context, "fp32")]
-            add("course", group, "inference", "train_step")
+            add("course", [(size, str(context), "fp32", "course")], "inference", "train_step")
     return planned
+
+
+def words_of(parameters: dict, *phase: str) -> tuple[str, ...]:
+    """Returns the words that name a case in `captured_step`."""
+    names = ("size", "context", "precision", "attention")
+    return (*(str(parameters[name]) for name in names), *phase)
 
 
 def is_timeline(parameters: dict) -> bool:
     """Returns whether a case's training step is kept launch by launch."""
-    key = tuple(parameters[name] for name in ("size", "context", "precision", "attention"))
-    return any(key in grid.timelines for grid in NSYS_ANALYSIS.values())
+    kept = [shape for grid in NSYS_ANALYSIS.values() for shape in grid.timelines]
+    return words_of(parameters) in [tuple(map(str, shape)) for shape in kept]
 
 
-def _run_profiles(
-    device: Device, case: ProfiledCase, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
-    freeze_modules()
-    nsys = Nsys.usable() if device.kind == "cuda" else None
-    live = contextlib.nullcontext() if nsys else _open_step(device, case)
-    with live as step:
-        for phase in case.phases:
-            yield phase, functools.partial(_profiled, nsys, device, step, case, phase)
-
-
-def _open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[Step]:
-    return contextlib.closing(Step(device, case.parameters))
-
-
-def _profiled(
-    nsys: Nsys | None, device: Device, step: Step | None, case: Case, phase: str
-) -> Measured:
-    """Returns what the capture of a phase gave, and the phase's time without a profiler."""
+def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
+    """Returns what the capture of a phase gave."""
     if reason := lacking_room(device, case.parameters, phase):
         raise Skip(reason)
+    freeze_modules()
+    nsys = Nsys.usable() if device.kind == "cuda" else None
     if nsys:
-        measured = _from_shared_capture(nsys, device, case, phase)
-    else:
-        measured = _capture_here(step, phase)
-    if measured.metrics["step_idle_fraction"] < WORTH_TIMING:
-        return measured
-    # The captured process has ended: what it held is free.
-    with _open_step(device, case) if nsys else contextlib.nullcontext(step) as plain:
-        timing = plain.time_phase(
-            phase, num_warmup=1, min_samples=3, max_samples=20, time_limit_s=0.1
-        )
-    unprofiled_ms = statistics.median(timing.host_ms)  # by the host, as done_ms is read
-    metrics = measured.metrics | {"unprofiled_ms": unprofiled_ms, "unprofiled_n": timing.n}
-    return replace(measured, metrics=metrics)
+        return _from_nsys(nsys, device, case, phase)
+    return _from_kineto(device, words_of(case.parameters, phase))
 
 
-run_case = functools.partial(run_section, {"profiles": _run_profiles, "course": _run_profiles})
+run_case = functools.partial(
+    run_section, {"profiles": section(_measure), "course": section(_measure)}
+)
 
 
-def lacking_room(device: Device, parameters: dict, phase: str) -> str:
-    """Returns why a phase cannot fit on a GPU, "" where it might."""
-    if device.kind != "cuda" or phase == "inference":
-        return ""
-    needed, total = least_bytes(parameters, phase), memory_bytes(device)
-    if needed <= total:
-        return ""
-    return (
-        f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has "
-        f"{total / 1e9:.0f} GB"
-    )
-
-
-def least_bytes(parameters: dict, phase: str) -> int:
-    """Returns a lower bound on the bytes of a step with a backward pass, so that what might fit is
-    tried.
-
-    Of the activations' closed form (fp32, eager) bf16 autocast keeps at least half, but one and a
-    half times the probabilities, in fp32 for the softmax and in bf16 for the product;
-    FlashAttention keeps none.
-    """
-    config = model_config(parameters["size"])
-    batch, context = parameters["batch"], parameters["context"]
-    probabilities = 4 * batch * config.num_heads * context * context * config.num_layers
-    masks = context * context * config.num_layers
-    others = accounting.activation_bytes(config, batch, context) - probabilities - masks
-    if parameters["precision"] == "bf16":
-        others //= 2
-        probabilities = probabilities * 3 // 2
-    needed = 2 * accounting.parameter_bytes(config) + others
-    if parameters["attention"] in ("eager", "course"):
-        needed += masks + probabilities
-    if phase == "train_step":
-        needed += accounting.optimizer_state_bytes(config)
-    return needed
-
-
-def _observed(step: Step) -> dict:
-    """Returns what else there is to know of the live objects, among it which attention "auto" is
-    here.
-    """
-    config, impl = step.model.config, step.model.blocks[0].attention.attention
-    if impl != "course":
-        batch, context = step.tokens.shape  # few queries run other kernels
-        shape = (batch, config.num_heads, context, config.d_head)
-        dtype = numerics.tensor_dtype(step.precision)
-        like_q = torch.empty(shape, dtype=dtype, device=step.device.kind)
-        impl = what_runs(impl, like_q, like_q, causal=True)
-    return {**step.observed(), "attention_runs": impl}
-
-
-def _capture_here(step: Step, phase: str) -> Measured:
+def _from_kineto(device: Device, words: Sequence[str]) -> Measured:
     """Captures one phase by torch.profiler."""
-    kind, steps = step.device.kind, []
+    answers: list[dict] = []
 
     def capture() -> None:
-        steps.extend(capture_steps(step, phase, RangeMarker("kineto"), "case"))
+        answers.extend(run_cases(device, [words], RangeMarker("kineto")))
 
-    warm_up(step, phase)
-    with Monitor(kind) as monitor:
-        trace = profiling.capture_with_kineto(capture, kind)
-    answer = {"label": "case", "case": step.described(), "observed": _observed(step)}
-    measured = _measured(_Capture.read(trace), {**answer, "steps": steps})
-    return replace(measured, telemetry=monitor.summary)
+    with Monitor(device.kind) as monitor:
+        trace = profiling.capture_with_kineto(capture, device.kind)
+    return replace(measurements(trace, answers)[0], telemetry=monitor.summary)
 
 
-_captured: dict[str, tuple["_Capture | None", dict, dict]] = {}
-"""What this worker has from a shared capture and no case has asked for yet, as `_outcome` takes it,
-by case and phase.
-"""
+_captured: dict[tuple[str, ...], Measured | Exception] = {}
+"""What this worker has from a shared capture and no case has asked for yet, by the case's words."""
 
 
-def _key(parameters: dict, phase: str) -> str:
-    return json.dumps([parameters, phase], sort_keys=True)
-
-
-def _from_shared_capture(nsys: Nsys, device: Device, case: ProfiledCase, phase: str) -> Measured:
+def _from_nsys(nsys: Nsys, device: Device, case: ProfiledCase, phase: str) -> Measured:
     """Returns the measurement of a phase, from a capture of this case and of those after it if
     there is none yet.
     """
-    if _key(case.parameters, phase) not in _captured:
+    words = words_of(case.parameters, phase)
+    if words not in _captured:
         remaining = case.phases[case.phases.index(phase) :]
-        requests = [
-            {"parameters": parameters, "phase": name}
-            for parameters, phases in [(case.parameters, remaining), *case.together]
-            for name in phases
-            if not lacking_room(device, parameters, name)
+        asked = [words_of(case.parameters, name) for name in remaining]
+        asked += [
+            other
+            for other in case.together
+            if not lacking_room(device, parameters_of(*other[:-1]), other[-1])
         ]
+        outcomes = capture_together(nsys, device, asked, case.timeout_s)
         _captured.clear()
-        _captured.update(_capture_together(nsys, device, requests, case.timeout_s))
-    return _outcome(*_captured.pop(_key(case.parameters, phase)))
+        # After the first failure there are no more.
+        _captured.update(zip(asked, outcomes, strict=False))
+    outcome = _captured.pop(words)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
-def _capture_together(
-    nsys: Nsys, device: Device, requests: Sequence[dict], timeout_s: float
-) -> dict[str, tuple["_Capture | None", dict, dict]]:
-    """Captures the steps of many cases in one process; returns what `_outcome` takes of each."""
-    requests = [{"label": f"case {number}", **one} for number, one in enumerate(requests)]
-    trace, failure = None, "the captured process ended before its first step"
-    with tempfile.TemporaryDirectory(prefix="labkit-requests-") as folder:
-        asked, answered = Path(folder) / "requests.json", Path(folder) / "answers.jsonl"
-        asked.write_text(json.dumps(requests), encoding="utf-8")
-        answered.touch()
-        command = [sys.executable, "-m", __name__, str(asked), str(answered)]
-        paths = [str(REPOSITORY), profiling.allowed_environment().get("PYTHONPATH", "")]
-        variables = {"PYTHONPATH": ":".join(filter(None, paths))}
+def capture_together(
+    nsys: Nsys, device: Device, asked: Sequence[Sequence[str]], timeout_s: float
+) -> list[Measured | Exception]:
+    """Captures the steps of many cases in one process; returns what came of each, up to the first
+    failure.
+    """
+    trace = None
+    failure = "the captured process ended before its first step"
+    with tempfile.TemporaryDirectory(prefix="labkit-answers-") as folder:
+        file = Path(folder) / "answers.jsonl"
+        file.touch()
+        words = [word for case in asked for word in case]
+        command = [sys.executable, "-m", captured_step.__name__, *words, str(file)]
         with Monitor(device.kind) as monitor:
             try:
-                trace = nsys.capture(
-                    command, timeout_s=timeout_s - CAPTURE_MARGIN_S, variables=variables
-                )
+                trace = nsys.capture(command, timeout_s=timeout_s - CAPTURE_MARGIN_S)
             except ProfileError as error:
                 failure = str(error)
-        answers = [json.loads(line) for line in answered.read_text(encoding="utf-8").splitlines()]
-    if not answers or (trace is None and any(answer["status"] == "ok" for answer in answers)):
+        lines = file.read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line) for line in lines]
+    captured = [answer for answer in answers if "steps" in answer]
+    if not answers or (captured and trace is None):
         raise ProfileError(failure)
     telemetry = dict(monitor.summary)
     telemetry.pop("foreign_processes", None)
-    capture = _Capture.read(trace) if trace else None
-    return {
-        _key(answer["parameters"], answer["phase"]): (capture, answer, telemetry)
-        for answer in answers
-    }
+    outcomes: list[Measured | Exception] = []
+    if trace:
+        outcomes += [replace(one, telemetry=telemetry) for one in measurements(trace, captured)]
+    for answer in answers[len(captured) :]:
+        error = torch.OutOfMemoryError if answer["is_oom"] else RuntimeError
+        outcomes.append(error(answer["failure"]))
+    return outcomes
 
 
-def _outcome(capture: "_Capture | None", answer: dict, telemetry: dict) -> Measured:
-    if answer["status"] == "oom":
-        raise torch.OutOfMemoryError(answer["reason"])
-    if answer["status"] != "ok":
-        raise RuntimeError(answer["reason"])
-    return replace(_measured(capture, answer), telemetry=telemetry)
-
-
-def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: Device) -> None:
-    """Runs the requested steps with NVTX ranges, and calls `answer` after each; ends after the
-    first failure.
+def measurements(trace: Trace, answers: Sequence[dict]) -> list[Measured]:
+    """Returns the measurements of the phases that a capture holds: metrics, and in `observed`
+    tables by kernel, class and range.
 
     Args:
-        requests: label, parameters and phase of each; those of one case follow one another.
+        answers: what `captured_step.run_cases` gave of each.
     """
-    marker = RangeMarker("nvtx" if device.kind == "cuda" else "none")
-    parameters = None
-    with contextlib.ExitStack() as stack:
-        for request in requests:
-            label, phase = request["label"], request["phase"]
-            try:
-                if request["parameters"] != parameters:
-                    stack.close()
-                    parameters = request["parameters"]
-                    step = stack.enter_context(contextlib.closing(Step(device, parameters)))
-                warm_up(step, phase)
-                steps = capture_steps(step, phase, marker, label)
-                result = {"case": step.described(), "observed": _observed(step), "steps": steps}
-            except Exception as error:
-                status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
-                reason = f"{error}".split("\n")[0][:500]
-                answer({**request, "status": status, "reason": reason})
-                return  # what it left behind must not reach the next case
-            answer({**request, **result, "status": "ok"})
+    table = profiling.launches(trace, STEP_PHASES, KERNEL_CLASSES)
+    outermost = [path[0] if path else profiling.OUTSIDE for path in table["path"]]
+    rows_of = dict(iter(table.groupby(outermost)))
+    results = []
+    for number, answer in enumerate(answers):
+        names = [f"case {number} step {step}" for step in range(captured_step.NUM_CAPTURED)]
+        for name in names:
+            if name not in rows_of:
+                raise ProfileError(f"the capture holds no launch in the range '{name}'")
+        metrics, tables = _step_tables(answer, *(rows_of[name] for name in names))
+        profiler = {"profiler": trace.source, "profiler_version": trace.version}
+        observed = answer["observed"] | {"tables": tables} | profiler
+        timer = {"method": trace.source, "num_warmup": NUM_WARMUP}
+        results.append(Measured(metrics, answer["case"], observed, timer=timer))
+    return results
 
 
-@dataclass(frozen=True)
-class _Capture:
-    """A capture by its steps: the kernel time of all of it, and rows of `profiling.launches` by the
-    outermost range.
+def _step_tables(answer: dict, marked: pd.DataFrame, plain: pd.DataFrame) -> tuple[dict, dict]:
+    """Returns metrics and tables of one phase, from the launches of its step with every range and
+    of that with the phases' alone.
     """
-
-    source: str
-    version: str
-    totals: dict[str, float]
-    steps: dict[str, pd.DataFrame]
-
-    @classmethod
-    def read(cls, trace: Trace) -> "_Capture":
-        table = profiling.launches(trace, STEP_PHASES, KERNEL_CLASSES)
-        kernels = table[table["kind"].isin(KERNEL_KINDS)]
-        is_outside = kernels["range"] == profiling.OUTSIDE
-        totals = {
-            "capture_kernel_ms": trace.total_ns / 1e6,
-            "capture_in_ranges_ms": kernels.loc[~is_outside, "duration_ns"].sum() / 1e6,
-            "capture_outside_us": kernels.loc[is_outside, "duration_ns"].sum() / 1e3,
-        }
-        outermost = [path[0] if path else profiling.OUTSIDE for path in table["path"]]
-        return cls(trace.source, trace.version, totals, dict(iter(table.groupby(outermost))))
-
-
-def _measured(capture: _Capture, answer: dict) -> Measured:
-    """Returns the measurement of one phase: its metrics, and in `observed` its tables by kernel,
-    class and range.
-    """
-    names = [f"{answer['label']} step {number}" for number in range(NUM_CAPTURED)]
-    if missing := [name for name in names if name not in capture.steps]:
-        raise ProfileError(f"the capture holds no launch in the range '{missing[0]}'")
-    with_ranges, plain = (capture.steps[name] for name in names)
     kernels = plain[plain["kind"].isin(KERNEL_KINDS)]
-    marked_kernels = with_ranges[with_ranges["kind"].isin(KERNEL_KINDS)]
+    marked_kernels = marked[marked["kind"].isin(KERNEL_KINDS)]
     marked_step, plain_step = answer["steps"]
     metrics = {
         **_times(plain, "step"),
@@ -368,27 +239,24 @@ def _measured(capture: _Capture, answer: dict) -> Measured:
         "done_ms": plain_step["done_ms"],
         "done_with_ranges_ms": marked_step["done_ms"],
         "num_launches_with_ranges": len(marked_kernels),
-        **capture.totals,
     }
-    for phase in STEP_PHASES:
-        rows = plain[plain["phase"] == phase]
-        if len(rows):
+    for phase, rows in plain.groupby("phase"):
+        if phase in STEP_PHASES:
             metrics |= _times(rows, phase)
+    # The blocks of a model count together.
+    paths = marked_kernels["path"].map(lambda path: "/".join(path[1:]) or profiling.OUTSIDE)
+    by_range = marked_kernels.assign(path=paths.str.replace(r"block \d+", "block", regex=True))
+    by_kernel = profiling.statistics_by(kernels, ["phase", "short_name", "kernel_class"])
     tables = {
-        "kernels": _columns(_kept_kernels(kernels)),
-        "classes": _columns(profiling.statistics_by(kernels, ["phase", "kernel_class"])),
-        "ranges": _columns(_by_range(marked_kernels)),
+        "kernels": by_kernel.groupby("phase", sort=False).head(KEPT_KERNELS),
+        "classes": profiling.statistics_by(kernels, ["phase", "kernel_class"]),
+        "ranges": profiling.statistics_by(by_range, ["path", "kernel_class"]),
     }
+    # Hundredths of a microsecond are enough.
+    columns = {name: table.round(2).to_dict("list") for name, table in tables.items()}
     if is_timeline(answer["case"]) and "backward" in set(plain["phase"]):
-        tables["timeline"] = _timeline(with_ranges)
-    observed = {
-        **answer["observed"],
-        "tables": tables,
-        "profiler": capture.source,
-        "profiler_version": capture.version,
-    }
-    timer = {"method": capture.source, "num_warmup": NUM_WARMUP}
-    return Measured(metrics, answer["case"], observed, timer=timer)
+        columns["timeline"] = _timeline(marked)
+    return metrics, columns
 
 
 def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
@@ -404,79 +272,20 @@ def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
     }
 
 
-def _kept_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernels with most time, and with most that are no matmul, of each phase and of a
-    step of several.
-    """
-    kept = []
-    by_phase = list(kernels.groupby("phase", sort=False))
-    for phase, rows in by_phase if len(by_phase) == 1 else [("step", kernels), *by_phase]:
-        totals = profiling.statistics_by(rows, ["short_name", "kernel_class"])
-        others = totals[totals["kernel_class"] != "matmul"].head(KEPT_KERNELS)
-        top = totals[(totals.index < KEPT_KERNELS) | totals.index.isin(others.index)]
-        kept.append(top.assign(phase=phase))
-    return pd.concat(kept, ignore_index=True)
-
-
-def _by_range(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernels' time by path of ranges below the step, the blocks together, and
-    class.
-    """
-
-    def below_step(path: tuple[str, ...]) -> str:
-        names = ["block" if name.startswith("block ") else name for name in path[1:]]
-        return "/".join(names) or profiling.OUTSIDE
-
-    totals = profiling.statistics_by(
-        kernels.assign(path=kernels["path"].map(below_step)), ["path", "kernel_class"]
-    )
-    return totals[["path", "kernel_class", "launches", "total_us"]]
-
-
 def _timeline(rows: pd.DataFrame) -> dict[str, list]:
-    """Returns every launch of a step: start and duration (µs), numbers of class, stream, phase and
-    block (−1: none).
+    """Returns every launch of a step: start and duration (µs), numbers of class, phase and block
+    (−1: none).
     """
-
-    def block_number(path: tuple[str, ...]) -> int:
-        numbers = [int(n.removeprefix("block ")) for n in path if n.startswith("block ")]
-        return numbers[0] if numbers else -1
-
-    phase_numbers = {phase: number for number, phase in enumerate(STEP_PHASES)}
     start_us = (rows["start_ns"] - rows["start_ns"].min()) / 1e3
     duration_us = (rows["end_ns"] - rows["start_ns"]) / 1e3
+    block = rows["path"].map("/".join).str.extract(r"block (\d+)", expand=False)
+    phase_numbers = {phase: number for number, phase in enumerate(STEP_PHASES)}
     return {
         "class_names": list(profiling.CLASSES),
         "phase_names": list(STEP_PHASES),
         "start_us": start_us.round(2).tolist(),
         "duration_us": duration_us.round(2).tolist(),
         "kernel_class": rows["kernel_class"].map(profiling.CLASSES.index).tolist(),
-        "stream": rows["stream"].astype(int).tolist(),
         "phase": rows["phase"].map(phase_numbers).fillna(-1).astype(int).tolist(),
-        "block": rows["path"].map(block_number).tolist(),
+        "block": block.fillna(-1).astype(int).tolist(),
     }
-
-
-def _columns(frame: pd.DataFrame) -> dict[str, list]:
-    """Returns a table by columns as JSON takes it, times to a hundredth of a microsecond."""
-    return frame.round(2).astype(object).replace(np.nan, None).to_dict("list")
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Serves the requests of a file, in the process that nsys has started: requests.json
-    answers.jsonl.
-    """
-    asked, answered = map(Path, arguments)
-    with answered.open("a", encoding="utf-8") as file:
-
-        def answer(content: dict) -> None:
-            file.write(json.dumps(content) + "\n")
-            file.flush()
-
-        freeze_modules()
-        serve(json.loads(asked.read_text(encoding="utf-8")), answer, detect())
-    gc.unfreeze()  # or its modules are reported as leaks when the process ends
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

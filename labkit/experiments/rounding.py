@@ -58,19 +58,9 @@ def measure_sum(device: Device, parameters: dict) -> Measured:
             metrics["stall_measured"] = float(long_sum[-1])
             metrics["stall_terms"] = int((long_sum == long_sum[-1]).nonzero()[0]) + 1
         samples |= binades(long_sum[: metrics.get("stall_terms", num_terms)], accumulator)
-    if term.dtype == sums.dtype:
-        cast = "none"
-    else:
-        cast = "implicit" if added.dtype == term.dtype else "explicit"
-    described = {
-        "method": method,
-        "accumulator": dtype_name(sums.dtype),
-        "term": dtype_name(term.dtype),
-        "cast": cast,
-        "num_terms": len(trace) * every,
-    }
-    observed = {"trace_every": TRACE_EVERY, "terms_of_the_long_sum": len(sums) * every}
-    return Measured(metrics, described, observed, samples)
+    dtypes = {"accumulator": dtype_name(sums.dtype), "term": dtype_name(term.dtype)}
+    observed = {"trace_every": TRACE_EVERY}
+    return Measured(metrics, {**parameters, **dtypes}, observed, samples)
 
 
 def binades(sums: Tensor, accumulator: torch.dtype) -> dict[str, list[float]]:
@@ -128,11 +118,5 @@ def measure_normalisation(device: Device, parameters: dict) -> Measured:
         "relative_error": relative_error(result[finite], exact[finite]) if finite.any() else None,
         "rounding_error": relative_error(exact.to(dtype), exact),
     }
-    described = {
-        **parameters,
-        "input": dtype_name(x.dtype),
-        "statistics": statistics_name,
-        "rows": x.shape[0],
-        "features": x.shape[1],
-    }
-    return Measured(metrics, described, {"output": dtype_name(result.dtype), "oracle": "fp64"})
+    described = {**parameters, "input": dtype_name(x.dtype), "statistics": statistics_name}
+    return Measured(metrics, described)

@@ -132,21 +132,15 @@ def sustained_metrics(
     """
     is_replayed, length_s = timed.timing.method == "graph", SUSTAINED_S[device.kind]
     run, num_calls = captured(call) if is_replayed else (call, 1)
-    window = sustained(
-        run,
-        device_kind=device.kind,
-        warmup_s=length_s,
-        window_s=length_s,
-        calls_per_function=num_calls,
-        **work,
-    )
+    lengths = {"warmup_s": length_s, "window_s": length_s, "calls_per_function": num_calls}
+    window = sustained(run, device_kind=device.kind, **lengths, **work)
     metrics = window.metrics
     if ceiling:
         rate = metrics["sustained_tflops" if "flops" in work else "sustained_gb_per_s"]
         metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": rate / ceiling}
     timed.telemetry["sustained"] = {**window.telemetry, "is_replayed": is_replayed}
-    if window.load.get("disturbed"):
-        timed.telemetry.update(disturbed=True, disturbed_by=window.load["disturbed_by"])
+    if window.telemetry.get("disturbed"):
+        timed.telemetry.update(disturbed=True, disturbed_by=window.telemetry["disturbed_by"])
     return metrics
 
 
@@ -188,16 +182,12 @@ def require_precision(device: Device, precision: str) -> None:
     """Raises Skip for a precision that the device lacks, or only emulates: it would be timed as
     something else.
     """
-    if precision == "tf32" and (
-        device.kind != "cuda" or torch.cuda.get_device_capability() < (8, 0)
-    ):
+    is_cuda = device.kind == "cuda"
+    if precision == "tf32" and not (is_cuda and torch.cuda.get_device_capability() >= (8, 0)):
         raise Skip(f"{device.name} has no TF32")
-    if (
-        precision in ("bf16", "bf16_pure")
-        and device.kind == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        raise Skip(f"{device.name} has no bfloat16")
+    if precision in ("bf16", "bf16_pure") and is_cuda:
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise Skip(f"{device.name} has no bfloat16")
 
 
 def memory_bytes(device: Device) -> int:

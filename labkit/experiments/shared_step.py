@@ -2,11 +2,11 @@
 notebook 07.
 """
 
-import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import numerics
-from labkit.accounting import num_parameters
 from labkit.device import Device, num_usable_cores
-from labkit.experiments.sections import empty_cache
 from labkit.experiments.step import Step
 from labkit.measure.profiling import busy_ns, capture_with_kineto
 from labkit.measure.timing import captured_once, collector_paused, synchronize
@@ -29,8 +27,9 @@ from labkit.parallel.fully_sharded import FullyShardedDataParallel
 from labkit.parallel.launch import moment, rank_device
 from labkit.parallel.sharded_optimizer import ShardedOptimizer
 
-NUM_WARMUP, NUM_PROFILED = 2, 2
-LEARNING_RATE = 1e-4
+NUM_WARMUP = 2
+NUM_PROFILED = 2
+ADAMW = {"lr": 1e-4, "fused": True}
 
 TIMELINES = ("naive", "bucketed 100 MB", "bucketed copy")
 """Ways whose intervals of computing and communicating are kept, for one step of every rank."""
@@ -46,80 +45,67 @@ computes.
 NUM_ROUNDS = 2
 """How often the ways of a case are taken in turn."""
 
-Wrap = Callable[[nn.Module, torch.dtype | None], nn.Module]
-"""Wraps a model that computes in a dtype, None for its own."""
+
+def _alone(model: nn.Module, **_: Any) -> nn.Module:
+    return model
 
 
-def _fully_shard(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def _fully_shard(
+    model: nn.Module, *, compute_dtype: torch.dtype | None, broadcast_buffers: bool
+) -> nn.Module:
     # takes seconds, as the import below
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype)
     for module in (*model.blocks, model):
         fully_shard(module, mp_policy=policy)
     return model
 
 
-def _ddp(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    device = rank_device()
-    device_ids = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(
-        model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+def _whole_optimizer(
+    parameters: Sequence[nn.Parameter], optimizer: Callable, **options: Any
+) -> torch.optim.Optimizer:
+    return optimizer(parameters, **options)
 
 
-def _ours(wrapper: type[nn.Module], **options: Any) -> Wrap:
-    return lambda model, dtype: wrapper(model, broadcast_buffers=False, **options)
-
-
-def _bucketed(megabytes: int, **options: Any) -> Wrap:
-    return _ours(data_parallel.BucketedDataParallel, bucket_size_mb=megabytes, **options)
-
-
-def _fsdp(**options: Any) -> Wrap:
-    return lambda model, dtype: FullyShardedDataParallel(
-        model, dtype, units=(Block,), broadcast_buffers=False, **options
-    )
-
-
-ADAMW = {"lr": LEARNING_RATE, "fused": True}
-_adamw = functools.partial(torch.optim.AdamW, **ADAMW)
-
-
-def _sharded_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return ShardedOptimizer(parameters, torch.optim.AdamW, **ADAMW)
-
-
-def _zero_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def _zero_redundancy(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **ADAMW)
+    return ZeroRedundancyOptimizer(*arguments, **options)
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is shared out: what wraps the model, what makes the optimizer, and whether
-    autocast casts, not the wrapper.
+    """How a step is shared out.
+
+    Attributes:
+        wrap: makes of a model the one that is trained.
+        optimizer: of (parameters, torch.optim.AdamW, **its options).
+        is_cast_by_wrapper: the wrapper casts to 16 bits, not autocast.
     """
 
-    wrap: Wrap
-    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = _adamw
-    autocast: bool = True
+    wrap: Callable[..., nn.Module]
+    optimizer: Callable[..., torch.optim.Optimizer] = _whole_optimizer
+    is_cast_by_wrapper: bool = False
 
+
+BUCKETED = partial(data_parallel.BucketedDataParallel, bucket_size_mb=100)
+DDP = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+FSDP = partial(FullyShardedDataParallel, units=(Block,))
 
 WAYS = {
-    "alone": Way(lambda model, dtype: model),
-    "naive": Way(_ours(data_parallel.NaiveDataParallel)),
-    "flat": Way(_ours(data_parallel.FlatDataParallel)),
-    "overlapped": Way(_ours(data_parallel.OverlappedDataParallel)),
-    **{f"bucketed {mb} MB": Way(_bucketed(mb)) for mb in (1, 10, 100, 1000)},
-    "bucketed copy": Way(_bucketed(100, transport="copy")),
-    "ddp": Way(_ddp),
-    "sharded optimizer": Way(_bucketed(100), _sharded_adamw),
-    "zero redundancy": Way(_ddp, _zero_adamw),
-    "fsdp": Way(_fsdp(), autocast=False),
-    "fsdp copy": Way(_fsdp(transport="copy"), autocast=False),
-    "fully_shard": Way(_fully_shard, autocast=False),
+    "alone": Way(_alone),
+    "naive": Way(data_parallel.NaiveDataParallel),
+    "flat": Way(data_parallel.FlatDataParallel),
+    "overlapped": Way(data_parallel.OverlappedDataParallel),
+    **{f"bucketed {mb} MB": Way(partial(BUCKETED, bucket_size_mb=mb)) for mb in (1, 10, 100, 1000)},
+    "bucketed copy": Way(partial(BUCKETED, transport="copy")),
+    "ddp": Way(DDP),
+    "sharded optimizer": Way(BUCKETED, ShardedOptimizer),
+    "zero redundancy": Way(DDP, _zero_redundancy),
+    "fsdp": Way(FSDP, is_cast_by_wrapper=True),
+    "fsdp copy": Way(partial(FSDP, transport="copy"), is_cast_by_wrapper=True),
+    "fully_shard": Way(_fully_shard, is_cast_by_wrapper=True),
 }
 """The ways to run a step. "alone": every rank by itself, at the same time, with no communication.
 "copy": by copy engines instead of NCCL. "ddp", "zero redundancy" and "fully_shard" are torch's.
@@ -127,85 +113,79 @@ WAYS = {
 
 
 class SharedStep(Step):
-    """A step under one way on this rank, on tokens of its own, and what its memory holds."""
+    """A step under one way on this rank, on tokens of its own, and what its memory holds.
 
-    def __init__(self, way: Way, parameters: dict[str, Any]):
+    `train_once` runs it, or replays its CUDA graph.
+    """
+
+    def __init__(self, way: Way, case: dict[str, Any]):
         device = Device(rank_device().type, "", "")
-        super().__init__(device, {**parameters, "attention": "sdpa"})
+        super().__init__(device, {**case, "attention": "sdpa"})
         self.way = way
         self.config = self.model.config
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (2, *self.tokens.shape)
         tokens = torch.randint(self.config.vocab_size, shape, generator=generator)
         self.tokens, self.targets = tokens.to(rank_device())
-        self.model = way.wrap(self.model, self.recipe.autocast)
-        self.optimizer = way.optimizer(list(self.model.parameters()))
+        options: dict[str, Any] = {"broadcast_buffers": False}
+        if way.is_cast_by_wrapper:
+            options["compute_dtype"] = self.recipe.autocast
+        self.model = way.wrap(self.model, **options)
+        parameters = list(self.model.parameters())
+        self.optimizer = way.optimizer(parameters, torch.optim.AdamW, **ADAMW)
         for group in self.optimizer.param_groups:
             group["capturable"] = self.compile == "graph"
         self.memory = {"init_bytes": _allocated()}
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.train_once: Callable = self.train_step
 
     def autocast(self) -> AbstractContextManager:
-        return super().autocast() if self.way.autocast else nullcontext()
+        return nullcontext() if self.way.is_cast_by_wrapper else super().autocast()
 
     def forward(self) -> torch.Tensor:
         with self.autocast():
             return language_model_loss(self.model(self.tokens).float(), self.targets)
 
-    def run(self, *, before: Callable[[], None] | None = None) -> None:
-        """Runs one training step; `before` is called between its backward pass and the
-        optimizer.
-        """
-        if self.graph is not None:
-            self.graph.replay()
-            return
-        self.optimizer.zero_grad()
-        loss = self.forward()
+    def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
         if finish := getattr(self.model, "finish_gradient_synchronization", None):
             finish()
-        if before:
-            before()
-        self.optimizer.step()
-        self.loss = loss.detach()
 
     def warm_up(self) -> float:
         """Returns the mean loss over the ranks after NUM_WARMUP steps; notes what memory holds on
         the way.
         """
+
+        def part(name: str) -> AbstractContextManager:
+            if name == "optimizer":
+                self.memory["before_step_bytes"] = _allocated()
+            return nullcontext()
+
         if self.device.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for _ in range(NUM_WARMUP):
-            self.run(before=lambda: self.memory.update(before_step_bytes=_allocated()))
-        self.memory["symmetric_bytes"] = getattr(self.model, "symmetric_bytes", None)
-        self.memory["after_step_bytes"] = _allocated()
-        self.memory["peak_bytes"] = torch.cuda.max_memory_allocated() or None
-        self.memory |= self._components()
-        self.memory = {name: value for name, value in self.memory.items() if value is not None}
+            self.run("train_step", part)
+        # ZeroRedundancyOptimizer keeps its own inside.
+        state = getattr(self.optimizer, "optim", self.optimizer).state
+        parameters = list(self.model.parameters())
+        memory = self.memory | {
+            "symmetric_bytes": getattr(self.model, "symmetric_bytes", None),
+            "after_step_bytes": _allocated(),
+            "peak_bytes": torch.cuda.max_memory_allocated() or None,
+            "parameter_bytes": _local_bytes(parameters),
+            "gradient_bytes": _local_bytes([parameter.grad for parameter in parameters]),
+            "state_bytes": sum(_local_bytes(values.values()) for values in state.values()),
+        }
+        self.memory = {name: value for name, value in memory.items() if value is not None}
         if self.compile == "graph":
             self.optimizer.zero_grad()
             # The graph holds a step's collectives too, and NCCL's own threads may ask for events
             # meanwhile.
-            self.graph = captured_once(self.run, error_mode="thread_local")
-            self.run()
+            graph = captured_once(self.train_step, error_mode="thread_local")
+            self.train_once = graph.replay
+            self.train_once()
         loss = self.loss.clone()
         dist.all_reduce(loss)
         return loss.item() / dist.get_world_size()
-
-    def _components(self) -> dict[str, int]:
-        """Returns the bytes of this rank's parts of parameters, gradients and optimizer state."""
-
-        def local_bytes(tensors: Iterable[Any]) -> int:
-            return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors if torch.is_tensor(x))
-
-        parameters = list(self.model.parameters())
-        # ZeroRedundancyOptimizer keeps its own inside.
-        state = getattr(self.optimizer, "optim", self.optimizer).state
-        return {
-            "parameter_bytes": local_bytes(parameters),
-            "gradient_bytes": local_bytes(parameter.grad for parameter in parameters),
-            "state_bytes": local_bytes(x for values in state.values() for x in values.values()),
-        }
 
     def time(self, num_steps: int) -> list[float]:
         """Returns milliseconds of each of `num_steps` steps, one right after the other."""
@@ -214,25 +194,12 @@ class SharedStep(Step):
         with collector_paused():
             moments = [moment()]
             for _ in range(num_steps):
-                self.run()
+                self.train_once()
                 moments.append(moment())
             synchronize(self.device.kind)
         if self.device.kind != "cuda":
             return [1e3 * (end - begin) for begin, end in pairwise(moments)]
         return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
-
-    def gather_waits(self) -> list[float]:
-        """Returns the milliseconds that each gather of a fully sharded step made the current stream
-        wait.
-        """
-        if not isinstance(self.model, FullyShardedDataParallel) or self.device.kind != "cuda":
-            return []
-        self.model.waits = []
-        with collector_paused():
-            self.run()
-            torch.cuda.synchronize()
-        waits, self.model.waits = self.model.waits, None
-        return [begin.elapsed_time(end) for begin, end in waits]
 
     def profile(self, *, timeline: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Returns (µs a step, timeline in ms) of this rank's kernels and copies, from
@@ -246,14 +213,15 @@ class SharedStep(Step):
             dist.barrier(host)
             for _ in range(NUM_PROFILED):
                 with torch.profiler.record_function("step"):
-                    self.run()
+                    self.train_once()
 
         with collector_paused():
             table = capture_with_kineto(steps, "cuda").operations
-        by_name, is_copy = table["name"].str.contains(COMMUNICATION), table["kind"] == "memcpy"
+        by_name = table["name"].str.contains(COMMUNICATION)
         computing_stream = table[~by_name].groupby("stream")["duration_ns"].sum().idxmax()
-        is_communication = by_name | (is_copy & (table["stream"] != computing_stream))
-        computing, communicating = table[~is_communication], table[is_communication]
+        is_copy = (table["kind"] == "memcpy") & (table["stream"] != computing_stream)
+        communicating = table[by_name | is_copy]
+        computing = table.drop(communicating.index)
         times_ns = {
             "compute_us": computing["duration_ns"].sum(),
             "communication_us": busy_ns(communicating),
@@ -277,23 +245,13 @@ class SharedStep(Step):
             "batch": batch,
         }
 
-    def observed(self) -> dict[str, Any]:
-        """Returns what else there is to know of the live objects."""
-        dtype = next(self.model.parameters()).dtype
-        return {
-            "wrapper": type(self.model).__name__,
-            "optimizer": type(self.optimizer).__name__,
-            "parameter_dtype": str(dtype).removeprefix("torch."),
-            "num_parameters": num_parameters(self.config),
-        }
-
     def close(self) -> None:
         """Frees what the step holds; what is compiled stays for the next way."""
-        del self.model, self.optimizer, self.loss, self.graph
-        empty_cache(self.device)
+        self.compile = "none"
+        super().close()
 
 
-@functools.cache
+@cache
 def _host_group() -> dist.ProcessGroup:
     """Returns the group of all ranks in which they meet without a kernel."""
     return dist.new_group(backend="gloo")
@@ -303,12 +261,18 @@ def _allocated() -> int | None:
     return torch.cuda.memory_allocated() or None  # 0 without a GPU
 
 
+def _local_bytes(values: Sequence) -> int:
+    """Returns the bytes of the tensors among `values` that this rank holds."""
+    return sum(getattr(x, "_local_tensor", x).nbytes for x in values if torch.is_tensor(x))
+
+
 def merged(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
     """Returns begins and ends (ms) of the intervals in which a kernel ran, without gaps below
     SHORTEST_GAP_NS.
     """
     rows = table.sort_values("start_ns")
-    begins, ends = rows["start_ns"], rows["end_ns"].cummax()
+    begins = rows["start_ns"]
+    ends = rows["end_ns"].cummax()
     is_first = ~(begins - ends.shift() < SHORTEST_GAP_NS)  # of its interval
     is_last = is_first.shift(-1, fill_value=True)
     return {
@@ -339,19 +303,15 @@ def steps_rank(
     for number in range(NUM_ROUNDS):
         for way in phases:
             step = SharedStep(WAYS[way], parameters)
-            loss = step.warm_up()
+            seen[way]["loss"] = step.warm_up()
             step_ms = torch.tensor(max(step.time(1)), device=rank_device())
             dist.all_reduce(step_ms, dist.ReduceOp.MAX)
             num_steps = min(max(int(1e3 * time_limit_s / step_ms.item()), 2), 10)
             seen[way]["samples_ms"] += step.time(num_steps)
-            seen[way] |= {
-                "loss": loss,
-                "memory": step.memory,
-                "waits_ms": step.gather_waits(),
-                "backend": dist.get_backend(),
-                "case": step.described(),
-                "observed": step.observed(),
-            }
+            seen[way]["memory"] = step.memory
+            seen[way]["backend"] = dist.get_backend()
+            seen[way]["case"] = step.described()
+            seen[way]["observed"] = step.observed()
             if number == 0 and step.device.kind == "cuda" and step.precision == "bf16":
                 is_kept = way in TIMELINES
                 seen[way]["profile"], seen[way]["spans"] = step.profile(timeline=is_kept)

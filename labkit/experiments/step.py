@@ -1,5 +1,5 @@
 """One training step: model, batch, precision, optimizer, compilation and recomputation, and its
-phases. Most chapters build it, run a phase and free it.
+phases, called or as one CUDA graph. Most chapters build it, run a phase and free it.
 """
 
 import contextlib
@@ -15,26 +15,45 @@ from torch.utils.checkpoint import checkpoint
 from labkit import accounting, numerics
 from labkit.configs import (
     BATCH_SIZE,
-    SIZES,
     WARMUP_COUNTS,
     WARMUP_MEASURED_STEPS,
     model_config,
 )
 from labkit.device import Device
 from labkit.experiments.sections import (
-    KEPT_SAMPLES,
     Timed,
     empty_cache,
     fractions,
+    memory_bytes,
     sustained_metrics,
     time_once_ms,
     timed_with_peak,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.kernels import course
 from labkit.kernels.adamw import FusedAdamW
-from labkit.measure.timing import Timing, time_callable
+from labkit.measure.timing import Timing, captured_once, on_capture_stream, time_callable
 from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_model_loss
+
+BEYOND_DOUBT = 1.1
+"""A phase that is predicted to need more than 1.1 times the GPU's memory is not tried."""
+
+NUM_COMPARED = 3
+"""Steps, each on its own tokens, after which losses and parameters of a graph are held against the
+called step's.
+"""
+
+COMPARED_ELEMENTS = 65_536
+"""Of each parameter at most so many elements are compared, evenly spaced: a second copy of all
+might not fit.
+"""
+
+LARGEST_LOSS_DIFFERENCE = 1e-3
+LARGEST_UPDATE_DIFFERENCE = 0.1
+"""Relative. A step whose sums come in another order flips Adam's sign where a gradient is almost
+nothing; one that leaves out the optimizer, or keeps old gradients or tokens, is off by 0.3 or
+more.
+"""
 
 
 def step_parameters(
@@ -97,14 +116,6 @@ scaling does.
 """
 
 
-def adamw(parameters, **options) -> torch.optim.Optimizer:
-    """Returns AdamW, fused where this device has it."""
-    try:
-        return torch.optim.AdamW(parameters, fused=True, **options)
-    except RuntimeError:
-        return torch.optim.AdamW(parameters, **options)
-
-
 def run_blocks(
     blocks: Sequence[nn.Module], x_BTC: Tensor, rotary: RotaryEmbedding, plan: Sequence[int]
 ) -> Tensor:
@@ -144,13 +155,10 @@ class Step:
     Args:
         parameters: a case's, see `step_parameters`; `plan` names blocks that are recomputed,
             `vocab_size` replaces the size's own.
-        capturable: a CUDA graph can hold `train_step`: AdamW counts its steps on the device, and
-            `loss` stays where the graph writes it.
     """
 
-    def __init__(self, device: Device, parameters: dict, *, capturable: bool = False):
+    def __init__(self, device: Device, parameters: dict):
         self.device = device
-        self.capturable = capturable
         self.precision = parameters["precision"]
         self.recipe = RECIPES[self.precision]
         config = model_config(parameters["size"])
@@ -173,10 +181,10 @@ class Step:
             for module in self.model.blocks.modules():
                 if isinstance(module, nn.Linear):
                     module.to(self.recipe.autocast)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.scaler = torch.amp.GradScaler(device.kind, enabled=self.recipe.is_scaled)
-        self.plan = accounting.checkpoint_plan(
-            parameters.get("plan", "none"), len(self.model.blocks)
-        )
+        plan = parameters.get("plan", "none")
+        self.plan = accounting.checkpoint_plan(plan, len(self.model.blocks))
         self.compile = parameters.get("compile", "none")
         if self.compile == "whole":
             self.model.compile()
@@ -192,15 +200,11 @@ class Step:
             return course.AdamW(parameters)
         if self.model.impl == "fused":
             return FusedAdamW(parameters)
-        return adamw(parameters, capturable=self.capturable and self.device.kind == "cuda")
+        return torch.optim.AdamW(parameters, fused=True)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         dtype = self.recipe.autocast
         return torch.autocast(self.device.kind, dtype or torch.bfloat16, enabled=dtype is not None)
-
-    def inference(self) -> None:
-        with torch.no_grad(), self.autocast():
-            self.model(self.tokens)
 
     def loss_on(self, tokens_BT: Tensor, targets_BT: Tensor, plan: Sequence[int] = ()) -> Tensor:
         """Returns the mean loss on a batch, its blocks recomputed as `plan` says."""
@@ -217,29 +221,23 @@ class Step:
     def forward(self) -> Tensor:
         return self.loss_on(self.tokens, self.targets, self.plan)
 
-    def forward_backward(self) -> None:
-        self.scaler.scale(self.forward()).backward()
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
 
     def optimize(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def train_step(self) -> None:
-        self.optimizer.zero_grad()
-        loss = self.forward()
-        self.scaler.scale(loss).backward()
-        if self.capturable:
-            self.loss = loss.detach()
-        del loss
-        self.optimize()
-
-    def run_parts(
-        self, phase: str, part: Callable[[str], contextlib.AbstractContextManager]
+    def run(
+        self,
+        phase: str,
+        part: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> Tensor:
-        """Runs a phase with each of its parts inside `part(name)`: "inference", or "forward",
-        "backward" and, of a training step, "optimizer".
+        """Runs "inference", "forward_backward" or "train_step" with each of its parts inside
+        `part(name)`: "inference", or "forward", "backward" and, of a training step, "optimizer".
 
-        Returns the logits of an inference, the loss of any other phase, without gradient.
+        Returns the logits of an inference, the loss of any other phase, without gradient; `loss`
+        stays where a CUDA graph writes it.
         """
         if phase == "inference":
             with part("inference"), torch.no_grad(), self.autocast():
@@ -248,31 +246,35 @@ class Step:
             self.optimizer.zero_grad()
         with part("forward"):
             loss = self.forward()
-        scaled = self.scaler.scale(loss)
         with part("backward"):
-            scaled.backward()
-        loss = loss.detach()
-        del scaled
+            self.backward(loss)
+        self.loss = loss = loss.detach()
         if phase == "train_step":
             with part("optimizer"):
                 self.optimize()
         return loss
 
+    inference = functools.partialmethod(run, "inference")
+    forward_backward = functools.partialmethod(run, "forward_backward")
+    train_step = functools.partialmethod(run, "train_step")
+
     def time_phase(self, phase: str, **limits) -> Timing:
         """Returns the times of one of configs.PHASES. Only the phase itself is timed: what it needs
         is made before.
         """
-        function, inputs = getattr(self, phase, None), ((),)
+        function = getattr(self, phase, None)
+        inputs = ((),)
         if phase == "forward_backward":
-            inputs = self._zero_grad
+            inputs = self._without_gradients
         elif phase == "backward":
-            function, inputs = Tensor.backward, self._scaled_loss
+            function = Tensor.backward
+            inputs = self._scaled_loss
         elif phase == "optimizer_step":
             self._scaled_loss()[0].backward()
             function = self.optimize
         return time_callable(function, inputs=inputs, device_kind=self.device.kind, **limits)
 
-    def _zero_grad(self) -> tuple:
+    def _without_gradients(self) -> tuple:
         self.model.zero_grad()
         return ()
 
@@ -299,72 +301,90 @@ class Step:
         """Returns the case as read back from the live objects."""
         model = self.model
         batch, context = self.tokens.shape
-        d_ff, d_model = model.blocks[0].feed_forward.up_proj.weight.shape
-        dims = (d_model, d_ff, len(model.blocks), model.blocks[0].attention.num_heads)
-        names = [
-            c.name for c in SIZES.values() if (c.d_model, c.d_ff, c.num_layers, c.num_heads) == dims
-        ]
-        num_compiled = sum(block._compiled_call_impl is not None for block in model.blocks)
-        compiled = {0: "none", len(model.blocks): "regional"}.get(
-            num_compiled, f"{num_compiled} blocks"
+        compiled = "none"
+        if model._compiled_call_impl is not None:
+            compiled = "whole"
+        elif all(block._compiled_call_impl is not None for block in model.blocks):
+            compiled = "regional"
+        parameters = step_parameters(
+            model.config.name,
+            context,
+            self.live_precision(),
+            compile=compiled,
+            attention=model.blocks[0].attention.attention,
+            impl=model.impl,
         )
-        attention = sorted({block.attention.attention for block in model.blocks})
-        impls = sorted({block.impl for block in model.blocks} | {model.impl})
-        return {
-            "size": names[0] if names else str(dims),
-            "context": context,
-            "batch": batch,
-            "precision": self.live_precision(),
-            "compile": compiled if model._compiled_call_impl is None else "whole",
-            "attention": " and ".join(attention),
-            **({} if impls == ["eager"] else {"impl": " and ".join(impls)}),
-        }
+        return parameters | {"batch": batch}
 
     def observed(self) -> dict:
         """Returns what else there is to know of the live objects."""
-        dtype = str(self.model.head.weight.dtype).removeprefix("torch.")
-        observed = {
-            "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "parameter_dtype": dtype,
-        }
-        if "optimizer" in self.__dict__:
-            observed["optimizer"] = type(self.optimizer).__name__
-            observed["optimizer_fused"] = bool(self.optimizer.defaults.get("fused"))
-        return observed
+        return {"num_parameters": self.num_parameters}
 
     def close(self) -> None:
         """Frees what the step holds."""
-        for name in ("model", "tokens", "targets", "optimizer", "loss"):
-            self.__dict__.pop(name, None)
         if self.compile != "none":  # importing the compiler to reset it takes seconds
             torch.compiler.reset()
-        empty_cache(self.device)
+        device = self.device
+        vars(self).clear()
+        empty_cache(device)
+
+
+def lacking_room(device: Device, parameters: dict, phase: str) -> str:
+    """Returns why a phase is not tried, predicted to need far more memory than the GPU has, "" for
+    any other.
+    """
+    if device.kind != "cuda":
+        return ""
+    config = model_config(parameters["size"])
+    is_without_optimizer = phase == "forward_backward"
+    predicted = accounting.peak_bytes(
+        config,
+        parameters["batch"],
+        parameters["context"],
+        "train_step" if is_without_optimizer else phase,
+        precision=parameters["precision"],
+        attention="eager" if parameters["attention"] in ("eager", "course") else "fused",
+        device_kind=device.kind,
+    )
+    if is_without_optimizer:
+        predicted -= accounting.optimizer_state_bytes(config)
+    total = memory_bytes(device)
+    if predicted <= BEYOND_DOUBT * total:
+        return ""
+    return f"predicted to need {predicted / 1e9:.0f} GB of {total / 1e9:.0f} GB"
+
+
+def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[Step]:
+    """Returns a context with the step of a case, which is freed after it."""
+    return contextlib.closing(Step(device, case.parameters))
 
 
 def run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of a training step with the function that measures it."""
-    with contextlib.closing(Step(device, case.parameters)) as step:
+    with open_step(device, case) as step:
         for phase in case.phases:
             yield phase, functools.partial(_measure_phase, step, case, phase, ceilings)
 
 
 def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+    device = step.device
+    function = getattr(step, phase, None)
     limits: dict = {"time_limit_s": case.time_limit_s}
     if case.section == "warmup":
         num_steps = max(WARMUP_COUNTS) + WARMUP_MEASURED_STEPS
-        limits = {"num_warmup": 0, "min_samples": num_steps, "max_samples": num_steps}
-        limits["time_limit_s"] = 5.0
+        limits |= {"num_warmup": 0, "min_samples": num_steps, "max_samples": num_steps}
     step.model.zero_grad()
     if phase == "compile":
-        times, metrics = timed_with_peak(step.device, _time_first_call, step)
+        times, metrics = timed_with_peak(device, _time_first_call, step)
+    elif phase == "graph_step":
+        function, graph_metrics = capture_step(step)
+        limits["device_kind"] = device.kind
+        times, metrics = timed_with_peak(device, time_callable, function, **limits)
+        metrics |= graph_metrics
     else:
-        times, metrics = timed_with_peak(step.device, step.time_phase, phase, **limits)
-        function = getattr(step, phase, None)
-        metrics |= step_rates(step.device, case, phase, function, times, ceilings)
-    samples = {}
-    if times.timing.launch_ms and times.timing.n <= KEPT_SAMPLES:
-        samples["host_ms"] = list(times.timing.host_ms)
-    return times.measured(metrics, step.described(), step.observed(), samples, keep="step_ms")
+        times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
+    metrics |= _rates(device, case, phase, function, times, ceilings)
+    return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
 
 
 def _time_first_call(step: Step) -> Timing:
@@ -377,11 +397,11 @@ def _time_first_call(step: Step) -> Timing:
     return Timing((first_ms,), "host", 0, "fixed count")
 
 
-def step_rates(
+def _rates(
     device: Device,
     case: Case,
     phase: str,
-    function: Callable[[], None] | None,
+    function: Callable[[], object] | None,
     times: Timed,
     ceilings: dict[str, float],
 ) -> dict[str, float | None]:
@@ -389,14 +409,19 @@ def step_rates(
     ceilings and of the datasheet's peaks too; of a phase in `case.sustained` also those of
     `function` called back to back.
     """
-    parameters, peaks = case.parameters, device.peaks
-    config, seconds = model_config(parameters["size"]), times.timing.median_ms * 1e-3
+    if phase == "compile":
+        return {}
+    parameters = case.parameters
+    peaks = device.peaks
+    config = model_config(parameters["size"])
+    seconds = times.timing.median_ms * 1e-3
     if phase == "optimizer_step":
         rate = accounting.optimizer_step_bytes(config) / seconds / 1e9
         peak = peaks.memory_gb_per_s if peaks else None
         return {"achieved_gb_per_s": rate} | fractions(rate, ceilings.get("copy"), peak)
     precision = parameters["precision"].removesuffix("_pure")  # of the matrix products
-    batch, context = parameters["batch"], parameters["context"]
+    batch = parameters["batch"]
+    context = parameters["context"]
     counted = "train_step" if phase == "graph_step" else phase
     flops, flops_causal = (
         accounting.phase_flops(config, batch, context, counted, causal=causal)
@@ -415,3 +440,86 @@ def step_rates(
         ceiling = ceilings.get(f"sustained gemm {precision}")
         metrics |= sustained_metrics(device, times, function, flops=flops, ceiling=ceiling)
     return metrics
+
+
+# ---- a step as one CUDA graph --------------------------------------------------------------------
+
+
+def capture_step(step: Step) -> tuple[Callable[[], None], dict[str, float]]:
+    """Returns the replay of the training step's CUDA graph, and metrics: its peak of memory, and
+    how far it is off the called step.
+
+    Raises Skip where there are no CUDA graphs, AssertionError as `compared`.
+    """
+    if step.device.kind != "cuda":
+        raise Skip(f"{step.device.name} has no CUDA graphs")
+    for group in step.optimizer.param_groups:
+        group["capturable"] = True
+    with on_capture_stream():
+        called = trained(step, step.train_step)
+    step.optimizer.zero_grad()
+    empty_cache(step.device)
+    torch.cuda.reset_peak_memory_stats()
+    graph = captured_once(step.train_step)
+    peak_bytes = torch.cuda.max_memory_allocated()
+    differences = compared(called, trained(step, graph.replay))
+    return graph.replay, {"peak_bytes": peak_bytes, **differences}
+
+
+def trained(step: Step, function: Callable[[], object]) -> tuple[Tensor, Tensor]:
+    """Returns the losses of NUM_COMPARED calls of `function` from a fixed start, and what they
+    changed in samples of all parameters together, fp64.
+
+    Everything is set in place: a graph knows tensors by their address.
+    """
+    generator = torch.Generator(step.device.kind).manual_seed(0)
+    with torch.no_grad():
+        for parameter in step.model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(1)
+        for parameter, state in step.optimizer.state.items():
+            for name, tensor in state.items():
+                if name == "master":
+                    tensor.copy_(parameter)
+                else:
+                    tensor.zero_()
+    before = _samples(step)
+    losses = []
+    for _ in range(NUM_COMPARED):
+        for ids in (step.tokens, step.targets):
+            ids.random_(step.model.config.vocab_size, generator=generator)
+        function()
+        losses.append(step.loss.clone())
+    return torch.stack(losses), _samples(step) - before
+
+
+def _samples(step: Step) -> Tensor:
+    """Returns COMPARED_ELEMENTS or less of each trained parameter, one after another, fp64."""
+    samples = []
+    for parameter in step.model.parameters():
+        flat = step.optimizer.state[parameter].get("master", parameter).detach().flatten()
+        samples.append(flat[:: -(-flat.numel() // COMPARED_ELEMENTS)].double())
+    return torch.cat(samples)
+
+
+def compared(called: tuple[Tensor, Tensor], graphed: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Returns the largest relative difference of a loss, and that of all updates together (root of
+    squares), of what `trained` returns.
+
+    Raises AssertionError where one is too large. A loss in 16 bits may also be off by two
+    roundings.
+    """
+    losses, updates = called
+    loss_limit = max(LARGEST_LOSS_DIFFERENCE, 2 * torch.finfo(losses.dtype).eps)
+    loss_difference = ((graphed[0].double() - losses) / losses).abs().max()
+    update_difference = (graphed[1] - updates).norm() / updates.norm()
+    differences = {
+        "loss_difference": float(loss_difference),
+        "update_difference": float(update_difference),
+    }
+    is_close = loss_difference <= loss_limit and update_difference <= LARGEST_UPDATE_DIFFERENCE
+    if not is_close:
+        raise AssertionError(f"the graph trains otherwise than the called step: {differences}")
+    return differences

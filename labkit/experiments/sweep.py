@@ -10,31 +10,43 @@ device: a new one costs a fork and a device context instead of importing torch a
 
 import contextlib
 import datetime
+import fcntl
 import gc
 import importlib
-import inspect
 import json
 import multiprocessing
 import os
 import secrets
 import signal
 import stat
+import statistics
 import sys
 import tempfile
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
 from labkit import guard, notebooks
-from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
+from labkit.configs import (
+    FIGURES,
+    REFERENCE_DEVICE,
+    SIGLIP2_SIZES,
+    SIZES,
+    THIS_DEVICE,
+    RequestError,
+    chosen_profile,
+)
 from labkit.device import (
     Device,
     detect,
@@ -53,7 +65,7 @@ from labkit.records import (
     SESSION_SECTIONS,
     Record,
     RecordStore,
-    check_measured,
+    as_content,
     check_plausible,
     done_path,
     source_state,
@@ -64,11 +76,6 @@ MAX_REPEATS = 2
 """How often a phase that other processes disturb is measured again, each time in a fresh process.
 """
 
-MOST_IN_VAIN = 2
-"""After this many phases in a row that stayed disturbed, none is repeated until one was measured
-undisturbed.
-"""
-
 SHARED_TEMPORARY = Path("/tmp")
 """Wherever TMPDIR points, which can differ between processes."""
 
@@ -76,17 +83,9 @@ LOCK_HELD = "LABKIT_LOCK_HELD"
 """Environment variable that tells child processes which device's lock this process holds for them.
 """
 
-THREAD_POLICY = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
-"""For GNU's and for LLVM's OpenMP. Where another process occupies a core, threads that spin while
-they wait take the core that the others need, and a step takes a hundred times as long.
-"""
-
-COMPILER = "torch._inductor.compile_fx"
-
-PRELOADED = ("torch._dynamo", COMPILER)
+PRELOADED = ("torch._dynamo",)
 """What the server imports beside the experiment; each worker would take seconds to import it for
-its first optimizer or compilation. The compiler only without a GPU, which the server must not
-touch.
+its first optimizer.
 """
 
 
@@ -103,6 +102,8 @@ class Case:
         fresh_process: run in a new process.
         stop_at_failure: when a phase fails, skip those after it, which need its result.
         sustained: phases that are also run back to back, see `sections.sustained_metrics`.
+        compiles: it compiles kernels, which is done for several cases at a time before any is
+            measured.
     """
 
     section: str
@@ -113,15 +114,12 @@ class Case:
     fresh_process: bool = False
     stop_at_failure: bool = False
     sustained: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        return " ".join([self.section, *(str(value) for value in self.parameters.values())])
+    compiles: bool = False
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one phase of one case gave; fields as in Record."""
+    """What became of one phase of one case; fields as in Record."""
 
     metrics: dict[str, float | int | None]
     case: dict[str, Any]
@@ -129,6 +127,16 @@ class Measured:
     samples: dict[str, list[float]] = field(default_factory=dict)
     timer: dict[str, Any] = field(default_factory=dict)
     telemetry: dict[str, Any] = field(default_factory=dict)
+    status: str = "ok"
+    reason: str = ""
+
+    @property
+    def disturbance(self) -> tuple[bool, bool, float]:
+        """Orders attempts at a phase, the best first: a disturbed measurement is better than
+        none.
+        """
+        is_disturbed = bool(self.telemetry.get("disturbed"))
+        return self.status != "ok", is_disturbed, self.telemetry.get("cpu_wait_fraction", 0.0)
 
 
 class Skip(Exception):
@@ -164,11 +172,20 @@ def _status(error: BaseException) -> str:
     return "timeout" if isinstance(error, TimeoutError) else "error"
 
 
-def _worker_main(connection: Connection, module_name: str) -> None:
-    """Runs cases until the connection closes; ends after the first failure."""
+def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -> None:
+    """Runs cases until the connection closes; ends after the first failure.
+
+    Answers with ("phase", its name) before a phase and ("ok", Measured) after it; at last with
+    another status and the reason, which after the last phase is of those that it was not given.
+    """
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
     _end_with_parent(connection)
     experiment = importlib.import_module(module_name)
+    if is_rehearsal:
+        for sizes in (SIZES, SIGLIP2_SIZES):
+            sizes.update({name: replace(one, num_layers=1) for name, one in sizes.items()})
+        # What fails here fails again, and is told, where it is measured.
+        sys.stderr = open(os.devnull, "w")
     # Where compiling is timed the caches are off on purpose; torch warns of each.
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     gc.freeze()  # otherwise each collection between phases would walk through all modules
@@ -177,24 +194,24 @@ def _worker_main(connection: Connection, module_name: str) -> None:
             case, ceilings = connection.recv()
         except EOFError:
             return
-        connection.send(("begun",))
         try:
             for phase, run in experiment.run_case(case, ceilings):
                 connection.send(("phase", phase))
                 try:
-                    connection.send(("measured", run()))
+                    connection.send(("ok", run()))
                 finally:
                     del run  # it holds the case's tensors, which would lie beside the next case's
         except BaseException as error:
             status = _status(error)
             text = str(error) if status == "skipped" else f"{type(error).__name__}: {error}"
             if status == "error":
-                print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-            connection.send(("failed", status, text.strip().split("\n")[0][:500]))
+                traceback.print_exception(error)
+            connection.send((status, text.strip().split("\n")[0][:500]))
             if status != "skipped":
+                sys.stderr.flush()
                 os._exit(0)  # a failed device context must run no destructors and no other case
         else:
-            connection.send(("done",))
+            connection.send(("skipped", "the experiment has no such phase"))
 
 
 def _end_with_parent(connection: Connection) -> None:
@@ -206,16 +223,7 @@ def _end_with_parent(connection: Connection) -> None:
     if os.fork() == 0:
         connection.close()  # the session must see the worker's end close when the worker ends
         multiprocessing.parent_process().join()
-        _kill_group(worker)
-        os._exit(0)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it has no group of its own yet
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        os.killpg(worker, signal.SIGKILL)
 
 
 def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
@@ -225,8 +233,10 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     Sets how OpenMP waits and how many threads it starts, for this process too if it has not loaded
     torch yet.
     """
-    for name, value in THREAD_POLICY.items():
-        os.environ.setdefault(name, value)
+    # For GNU's and for LLVM's OpenMP. Where another process occupies a core, threads that spin
+    # while they wait take the core that the others need, and a step takes a hundred times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", str(num_usable_cores()))
@@ -234,92 +244,96 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         # PyTorch's default is a folder that another user may have made and filled, and it loads
         # code from there.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
-    context = multiprocessing.get_context("forkserver")
-    has_gpu = has_gpu_driver()
-    if not has_gpu:
-        # Otherwise the compiler test-compiles for each instruction set of the processor, seconds
-        # each, to detect builds of PyTorch by compilers that nobody uses today.
+    # One server serves the sessions of all notebooks.
+    chapters = (f"labkit.experiments.{name.split('_', 1)[1]}" for name in notebooks.names())
+    preloaded = [*dict.fromkeys([module_name, *chapters]), *PRELOADED]
+    if not has_gpu_driver():
+        # With a GPU, which the server must not touch, each worker imports the compiler.
+        preloaded.append("torch._inductor.compile_fx")
+        # Otherwise it test-compiles for each instruction set of the processor, seconds each, to
+        # detect builds of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    context.set_forkserver_preload(
-        [module_name, *(name for name in PRELOADED if name != COMPILER or not has_gpu)]
-    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preloaded)
     # The server sees that the session has ended only when it has imported all of that; the guard
     # ends it at once.
     guard.move_temporary_files()
     try:
         forkserver.ensure_running()
     except OSError as error:
+        folder = tempfile.gettempdir()
         raise RequestError(
-            f"cannot start workers: {error} ({tempfile.gettempdir()}; set TMPDIR to a folder with "
-            f"a short path)"
+            f"cannot start workers: {error} ({folder}; set TMPDIR to a folder with a short path)"
         ) from None
     return context
 
 
 class _Worker:
-    """The parent's side of one worker process."""
+    """The session's side of one worker process."""
 
-    def __init__(self, module_name: str):
+    def __init__(self, module_name: str, is_rehearsal: bool = False):
         context = _worker_context(module_name)
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_worker_main, args=(theirs, module_name))
+        self.process = context.Process(
+            target=_worker_main, args=(theirs, module_name, is_rehearsal)
+        )
         self.process.start()
         theirs.close()
         self.used = False
 
-    def send(self, case: Case, ceilings: dict[str, float]) -> None:
-        """Sends a case; if the process has ended, `receive` will tell."""
-        with contextlib.suppress(OSError):
-            self.connection.send((case, ceilings))
+    def outcomes(self, case: Case, ceilings: dict[str, float]) -> Iterator[tuple[str, Measured]]:
+        """Yields each phase of a case with what it gave, and last "" with what became of the phases
+        that were not begun.
 
-    def receive(self, timeout_s: float) -> tuple:
-        """Returns the worker's next message; ("failed", …) after `timeout_s` without one, ("ended",
-        …) if it ended.
+        The status "ended", in place of "error", says that the process ended by itself.
         """
-        if not wait([self.connection, self.process.sentinel], timeout_s):
-            return ("failed", "timeout", f"no result within {timeout_s:g} s")
-        try:
-            if self.connection.poll():  # what it sent before it ended comes first
-                return self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            pass
-        self.process.join(timeout_s)
+        self.used = True
+        with contextlib.suppress(OSError):  # if the process has ended, `_receive` tells
+            self.connection.send((case, ceilings))
+        phase = ""
+        while True:
+            kind, content = self._receive(case.timeout_s)
+            if kind == "phase":
+                phase = content
+            elif kind == "ok":
+                yield phase, content
+                phase = ""
+            else:
+                yield phase, Measured({}, case.parameters, status=kind, reason=content)
+                return
+
+    def _receive(self, timeout_s: float) -> tuple[str, Any]:
+        """Returns the worker's next message, or that there was none in time."""
+        if wait([self.connection, self.process.sentinel], timeout_s):
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                if self.connection.poll():  # what it sent before it ended comes first
+                    return self.connection.recv()
+            self.process.join(timeout_s)
         code = self.process.exitcode
         if code is None:
-            return (
-                "failed",
-                "timeout",
-                f"the worker closed its connection and did not end within {timeout_s:g} s",
-            )
+            return "timeout", f"no result within {timeout_s:g} s"
         if code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return ("ended", f"the worker was killed by {names.get(-code, f'signal {-code}')}")
-        return ("ended", f"the worker ended with exit code {code}")
+            return "ended", f"the worker was killed by {signal.Signals(-code).name}"
+        return "ended", f"the worker ended with exit code {code}"
 
     def close(self) -> None:
-        _kill_group(self.process.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may have no group of its own yet
         self.process.join()
         self.connection.close()
 
 
-def _is_private(folder: str | Path) -> bool:
-    """Returns whether it is a folder, and no link to one, that only this user can enter."""
-    try:
-        status = os.lstat(folder)
-    except OSError:
-        return False
-    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    return is_own_folder and not status.st_mode & 0o077
-
-
 def _own_folder() -> Path:
     """Returns the folder of this user's files that outlive a process; raises RequestError if
-    another user made it.
+    others can enter it, or made it.
     """
     folder = SHARED_TEMPORARY / f"labkit-{os.getuid()}"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if not _is_private(folder):
+    status = os.lstat(folder)
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own_folder or status.st_mode & 0o077:
         raise RequestError(
             f"{folder} is not a folder of this user alone; remove it, or set XDG_RUNTIME_DIR and "
             "TORCHINDUCTOR_CACHE_DIR to folders that are"
@@ -327,24 +341,15 @@ def _own_folder() -> Path:
     return folder
 
 
-def _lock_path(key: str) -> Path:
-    """Returns a device's lock file, the same one for all processes of this user."""
-    candidates = (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}")
-    folder = next((name for name in candidates if _is_private(name)), None) or _own_folder()
-    return Path(folder, f"labkit-{key}.lock")
-
-
 @contextlib.contextmanager
-def measuring_lock(
-    device: Device, notebook: str, folder: Path, *, wait: bool = True
-) -> Iterator[None]:
+def measuring_lock(device: Device, notebook: str, *, wait: bool = True) -> Iterator[None]:
     """Holds this user's lock of a physical device, so that only one run measures on it at a time.
 
     If it must wait, it says once on stderr for what. The lock ends with the process, however that
     ends, and is shared with the processes that this one starts.
 
     Args:
-        device: what is measured; notebook, folder: what a waiting run says about this one.
+        device: what is measured; notebook: what a waiting run says about this one.
         wait: False to raise instead.
 
     Raises:
@@ -354,36 +359,16 @@ def measuring_lock(
     if os.environ.get(LOCK_HELD) == key:
         yield
         return
-    with _locked_file(_lock_path(key), device.name, wait) as file:
-        file.truncate(0)
-        holder = {
-            "notebook": notebook,
-            "pid": os.getpid(),
-            "folder": str(folder),
-            "since": f"{datetime.datetime.now():%H:%M}",
-        }
-        json.dump(holder, file)
-        file.flush()
-        os.environ[LOCK_HELD] = key
-        try:
-            yield
-        finally:
-            del os.environ[LOCK_HELD]
-
-
-def _locked_file(path: Path, device_name: str, wait: bool) -> TextIO:
-    """Returns a file that is locked; see `measuring_lock`."""
-    import fcntl
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o600)
-
+    # The system makes this folder for the user alone.
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
+    path = (folder if folder.is_dir() else _own_folder()) / f"labkit-{key}.lock"
     try:
-        file = open(path, "a+", encoding="utf-8", opener=opener)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        file = os.fdopen(descriptor, "r+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            message = f"another labkit run{_lock_holder(file)} to finish measuring on {device_name}"
+            message = f"another labkit run{file.read()} to finish measuring on {device.name}"
             if not wait:
                 raise RequestError(f"not waiting for {message}") from None
             print(f"labkit: waiting for {message}", file=sys.stderr, flush=True)
@@ -392,26 +377,32 @@ def _locked_file(path: Path, device_name: str, wait: bool) -> TextIO:
         raise RequestError(
             f"cannot lock {path}: {error.strerror}; set XDG_RUNTIME_DIR to another folder"
         ) from None
-    return file
-
-
-def _lock_holder(file: TextIO) -> str:
-    """Returns who holds a lock as " (05_attention, process 123, since 12:03)"; "" if it has not
-    written that yet.
-    """
-    try:
+    with file:
         file.seek(0)
-        holder = json.load(file)
-        os.kill(holder["pid"], 0)  # what an ended process wrote says nothing of the holder
-        return " ({notebook}, process {pid}, since {since})".format(**holder)
-    except (ValueError, KeyError, TypeError, OSError):
-        return ""
+        file.truncate()
+        file.write(f" ({notebook}, process {os.getpid()}, since {datetime.datetime.now():%H:%M})")
+        file.flush()
+        os.environ[LOCK_HELD] = key
+        try:
+            yield
+        finally:
+            del os.environ[LOCK_HELD]
 
 
 class Session:
-    """One run of a notebook's measurements on this device.
+    """One run of a notebook's measurements on this device; `run` measures what is not recorded yet.
 
-    `measure(section)` runs what is not yet recorded.
+    Args:
+        notebook: its file name without the ending.
+        device: this machine's slug or "this", so that no result gets another device's name.
+        profile: one of PROFILES, or "auto" for full on a GPU and smoke elsewhere.
+        output: folder that holds one folder per device; "" for the repository's figures/.
+        fresh: measure again what is recorded already.
+        options: narrow the grid, see `notebooks.narrowing`.
+
+    Raises:
+        RequestError: another device than this machine, an unknown profile, size or other value.
+        RecordError: the record file cannot be read, or another run is writing to it.
     """
 
     def __init__(
@@ -429,25 +420,18 @@ class Session:
         _worker_context(self.module_name)  # starts loading the experiment in the server
         self.experiment = importlib.import_module(self.module_name)
         self.device = measured_by(notebook)
-        self.slug = self.device.slug
-        if device not in (THIS_DEVICE, self.slug, detect().slug):
+        if device not in (THIS_DEVICE, self.device.slug, detect().slug):
             raise RequestError(
-                f"device {str(device)[:80]!r} is not this machine, which is {self.slug!r}; "
+                f"device {str(device)[:80]!r} is not this machine, which is {self.device.slug!r}; "
                 f'to measure here, set device = "{THIS_DEVICE}"'
             )
         self.profile = chosen_profile(profile, self.device.default_profile)
-        accepted = list(inspect.signature(self.experiment.cases).parameters)[2:]
-        if unknown := options.keys() - set(accepted):
-            raise RequestError(
-                f"unknown option {sorted(unknown)[0]!r} of {notebook}; accepted: "
-                f"{', '.join(accepted)}"
-            )
-        options = {**options, **notebooks.narrowing(notebook, self.profile, options)}
+        narrowed = notebooks.narrowing(notebook, self.profile, options)
         from labkit.measure.host import PROBES  # imports torch, as the experiment has
 
         self.cases: list[Case] = [
             Case(HOST_SECTION, {}, PROBES, 60.0),
-            *self.experiment.cases(self.profile, self.device.kind, **options),
+            *self.experiment.cases(self.profile, self.device.kind, **narrowed),
         ]
         self.fresh = fresh
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
@@ -455,10 +439,8 @@ class Session:
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float] = {}
-        self._begun: set[str] = set()
         self._worker: _Worker | None = None
-        self._counts: Counter[str] = Counter()
-        self._num_in_vain = 0
+        self._is_busy = False
         self._software = software_versions()
         self._source = source_state()
         with self.store.locked():
@@ -466,215 +448,152 @@ class Session:
             self.store.repair()
         write_json(self.folder / "environment.json", environment(self.device))
 
-    def measure(self, section: str) -> None:
-        """Measures the section's cases that are not recorded yet, one record per phase, under the
-        device's lock.
+    def run(self, progress: "Progress | None" = None) -> None:
+        """Measures the cases that are not recorded yet, one record per phase, under the device's
+        lock. Then writes the file that says that all were tried.
 
-        Before the first of them, what the session measures of the device and of its host.
+        Args:
+            progress: of a run of several sessions; by default this one's own.
         """
-        if not self._pending(section):
-            return
-        with measuring_lock(self.device, self.notebook, self.folder), self.store.locked():
-            for name in dict.fromkeys((*SESSION_SECTIONS, section)):
-                if pending := self._pending(name):  # another run may have recorded them meanwhile
-                    self._begun.add(name)
-                    self._run(name, pending)
-
-    def _pending(self, section: str) -> list[Case]:
-        """Returns the section's cases with the phases that are not recorded yet; all of what every
-        session measures, once, if anything else is to be measured.
-        """
-        recorded = set() if self.fresh else self._recorded(machine_id())
-        cases = [replace(case, phases=self._missing(case, recorded)) for case in self.cases]
-        pending = [case for case in cases if case.phases]
-        if section not in SESSION_SECTIONS:
-            return [case for case in pending if case.section == section]
-        is_needed = any(case.section not in SESSION_SECTIONS for case in pending)
-        if section in self._begun or not is_needed:
-            return []
-        return [case for case in self.cases if case.section == section]
-
-    def finish(self) -> None:
-        """Writes the file that says that the notebook reached its end, and how much of its grid has
-        no record yet.
-        """
-        recorded = self._recorded()
+        done = done_path(self.folder, self.notebook)
+        done.unlink(missing_ok=True)
+        if self.pending():
+            with measuring_lock(self.device, self.notebook), self.store.locked():
+                pending = self.pending()  # another run may have recorded some meanwhile
+                with contextlib.ExitStack() as stack:
+                    progress = progress or stack.enter_context(Progress([self]))
+                    for section in dict.fromkeys(case.section for case in pending):
+                        cases = [one for one in pending if one.section == section]
+                        self._run_section(section, cases, progress)
+        else:
+            print(f"{self.notebook}: all recorded before; --fresh measures again")
         profile = "full" if self.profile == "key" else self.profile
         grid = self.experiment.cases(profile, self.device.kind)
+        missing = self._missing(grid, self.store.load())
         content = {
             "notebook": self.notebook,
-            "session": self.id,
             "profile": profile,
-            "num_missing": sum(len(self._missing(case, recorded)) for case in grid),
-            "finished_at": _now(),
+            "num_missing": sum(len(case.phases) for case in missing),
         }
-        write_json(done_path(self.folder, self.notebook), content)
+        write_json(done, content)
 
-    def _recorded(self, machine: str | None = None) -> set[str]:
-        """Returns the resume keys of the records, or of one machine's."""
-        return {
-            record.resume_key() for record in self.store.load() if machine in (None, record.machine)
-        }
+    def pending(self) -> list[Case]:
+        """Returns the cases that this machine has not recorded yet, and before them what every
+        session measures; [] if there is nothing else.
+        """
+        own = [record for record in self.store.load() if record.machine == machine_id()]
+        others = [case for case in self.cases if case.section not in SESSION_SECTIONS]
+        always = [case for case in self.cases if case.section in SESSION_SECTIONS]
+        pending = self._missing(others, [] if self.fresh else own)
+        return always + pending if pending else []
 
-    def _missing(self, case: Case, recorded: set[str]) -> tuple[str, ...]:
-        return tuple(
-            phase
-            for phase in case.phases
-            if self._record(case, phase, "skipped").resume_key() not in recorded
-        )
+    def _missing(self, cases: list[Case], records: list[Record]) -> list[Case]:
+        """Returns the cases with those of their phases that have no record."""
+        recorded = {record.resume_key() for record in records}
+        missing = []
+        for case in cases:
+            nothing = Measured({}, case.parameters)
+            keys = {phase: self._record(case, phase, nothing).resume_key() for phase in case.phases}
+            phases = tuple(phase for phase in case.phases if keys[phase] not in recorded)
+            if phases:
+                missing.append(replace(case, phases=phases))
+        return missing
 
-    def _run(self, section: str, pending: Sequence[Case]) -> None:
-        self._counts = Counter()
+    def _run_section(self, section: str, cases: list[Case], progress: "Progress") -> None:
+        counts = Counter()
         try:
-            with tqdm(
-                pending, desc=section, unit="case", file=sys.stderr, mininterval=1.0
-            ) as progress:
-                for case in progress:
-                    progress.set_postfix_str(case.label, refresh=True)
-                    disturbed = self._run_case(case, {}, fresh=case.fresh_process)
-                    if disturbed:
-                        text = f"{case.label}, again: the machine was busy"
-                        progress.set_postfix_str(text, refresh=True)
-                    while disturbed:
-                        again = replace(case, phases=tuple(disturbed))
-                        disturbed = self._run_case(again, disturbed, fresh=True)
+            for case in cases:
+                label = " ".join([section, *map(str, case.parameters.values())])
+                with progress.step(self, case, f"{self.notebook[:2]} {label}"):
+                    for phase, measured in self._settled(case):
+                        self.store.append(self._record(case, phase, measured))
+                        counts[measured.status] += 1
+                        if section == SESSION_SECTION and measured.status == "ok":
+                            self.ceilings |= self.experiment.ceiling_rates(case, measured)
         finally:
             self._end_worker()
-        statuses = ", ".join(
-            f"{number} {status}" for status, number in sorted(self._counts.items())
-        )
-        print(f"{section}: {statuses}")
+        statuses = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+        progress.write(f"{self.notebook[:2]} {section}: {statuses}")
 
     def _end_worker(self) -> None:
         if self._worker:
             self._worker.close()
             self._worker = None
 
-    def _run_case(
-        self, case: Case, disturbed: dict[str, list[Measured]], *, fresh: bool
-    ) -> dict[str, list[Measured]]:
-        """Runs every phase of a case; after a failure the phases that are left run in a new worker.
+    def _settled(self, case: Case) -> Iterator[tuple[str, Measured]]:
+        """Yields each phase of a case with what is to be recorded.
 
-        Args:
-            disturbed: the measurements so far of phases that are measured again.
-            fresh: only in workers that have run no other case.
-
-        Returns:
-            The measurements of the phases to measure again, which are not recorded yet.
+        What other processes disturb is measured again in fresh workers, and the least disturbed
+        attempt counts. After a phase that stayed disturbed, none is repeated until one was not.
         """
-        remaining = list(case.phases)
-        while remaining:
-            if fresh and self._worker and self._worker.used:
+        best: dict[str, Measured] = {}
+        for attempt in range(MAX_REPEATS + 1):
+            is_fresh = case.fresh_process or attempt > 0
+            part = replace(case, phases=tuple(best) or case.phases, fresh_process=is_fresh)
+            for phase, measured in self._outcomes(part):
+                is_disturbed = measured.telemetry.get("disturbed", False)
+                measured = min(measured, best.pop(phase, measured), key=lambda one: one.disturbance)
+                if is_disturbed and not self._is_busy and attempt < MAX_REPEATS:
+                    best[phase] = measured
+                else:
+                    self._is_busy = is_disturbed
+                    yield phase, measured
+            if not best:
+                return
+
+    def _outcomes(self, case: Case) -> Iterator[tuple[str, Measured]]:
+        """Yields what became of each phase of a case, once; what is left after a failure runs in a
+        new worker.
+        """
+        left = list(case.phases)
+        while left:
+            if self._worker and self._worker.used and case.fresh_process:
                 self._end_worker()
-            if self._worker is None:
+            if not self._worker:
                 self._worker = _Worker(self.module_name)
-            part = replace(case, phases=tuple(remaining))
-            if not self._run_once(self._worker, part, remaining, disturbed):
-                self._end_worker()
-        return disturbed
+            was_used = self._worker.used
+            part = replace(case, phases=tuple(left))
+            for phase, measured in self._worker.outcomes(part, self.ceilings):
+                if measured.status not in ("ok", "skipped"):
+                    self._end_worker()
+                if measured.status == "ended":
+                    if was_used and not phase:
+                        break  # perhaps by the case before it: run this one in another
+                    measured = replace(measured, status="error")
+                # Outside of a phase, building the case failed: it has no phases at all.
+                for name in [phase] if phase else list(left):
+                    left.remove(name)
+                    outcome = self._checked(case, name, measured)
+                    yield name, outcome
+                if left and case.stop_at_failure and outcome.status != "ok":
+                    self._end_worker()  # it may be measuring what must be skipped
+                    reason = f"not run: {name} before it ended {outcome.status}"
+                    skipped = Measured({}, case.parameters, status="skipped", reason=reason)
+                    yield from ((name, skipped) for name in left)
+                    return
 
-    def _run_once(
-        self,
-        worker: _Worker,
-        case: Case,
-        remaining: list[str],
-        disturbed: dict[str, list[Measured]],
-    ) -> bool:
-        """Runs a case in a worker until it is done or fails; returns whether the worker is usable.
-
-        Takes from `remaining` what has a result or can have none. A phase that must be measured
-        again goes into `disturbed`, with its measurements so far, instead of the records.
+    def _checked(self, case: Case, phase: str, measured: Measured) -> Measured:
+        """Returns a measurement, or an error if it is impossible, of another case or cannot be
+        recorded.
         """
+        try:
+            if measured.case != case.parameters:
+                raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
+            check_plausible(measured.metrics, 1e3 * case.timeout_s)
+            as_content(self._record(case, phase, measured))
+        except (ValueError, TypeError) as error:  # TypeError: a value that JSON cannot hold
+            return Measured({}, case.parameters, status="error", reason=f"refused: {error}")
+        return measured
 
-        def fail(phases: Sequence[str], status: str, reason: str) -> None:
-            for phase in list(phases):
-                remaining.remove(phase)
-                if phase in disturbed:  # a disturbed measurement is better than none
-                    self._append_measured(case, phase, disturbed.pop(phase))
-                else:
-                    self._append(case, phase, status, reason=reason)
-
-        def skip_rest(phase: str, status: str) -> None:
-            if case.stop_at_failure:
-                fail(remaining, "skipped", f"not run: {phase} before it ended {status}")
-
-        reused, worker.used = worker.used, True
-        begun, phase = False, None
-        worker.send(case, self.ceilings)
-        while True:
-            kind, *content = worker.receive(case.timeout_s)
-            if kind == "begun":
-                begun = True
-            elif kind == "phase":
-                (phase,) = content
-            elif kind == "measured":
-                remaining.remove(phase)
-                attempts = [*disturbed.pop(phase, []), *content]
-                if self._is_to_repeat(attempts):
-                    disturbed[phase] = attempts
-                else:
-                    status = self._append_measured(case, phase, attempts)
-                    if status != "ok" and case.stop_at_failure:
-                        skip_rest(phase, status)
-                        return False  # it is measuring the phases that must be skipped
-                phase = None
-            elif kind == "done":
-                fail(remaining, "error", "the experiment gave no such phase")
-                return True
-            elif kind == "ended" and reused and not begun:
-                return False  # the case before it ended the worker: run this one in another
-            else:
-                status, reason = content if kind == "failed" else ("error", *content)
-                # Without a phase, building the case failed: it has no phases at all.
-                failed = [phase] if phase else list(remaining)
-                fail(failed, status, reason)
-                skip_rest(phase, status)
-                return status == "skipped"
-
-    def _is_to_repeat(self, attempts: Sequence[Measured]) -> bool:
-        """Returns whether to measure a phase again after these attempts, all of them disturbed."""
-        disturbed = attempts[-1].telemetry.get("disturbed")
-        if not disturbed:
-            self._num_in_vain = self._num_in_vain if disturbed is None else 0
-            return False
-        if len(attempts) <= MAX_REPEATS:
-            return self._num_in_vain < MOST_IN_VAIN
-        self._num_in_vain += 1
-        return False
-
-    def _append_measured(self, case: Case, phase: str, attempts: Sequence[Measured]) -> str:
-        """Records the least disturbed of some measurements, as an error if it is impossible or of
-        another case; returns the status.
-        """
-        measured = min(attempts, key=_disturbance)
+    def _record(self, case: Case, phase: str, measured: Measured) -> Record:
         content = dict(vars(measured))
-        described = content.pop("case")
         if not measured.telemetry.get("disturbed"):  # of the host's load nothing else is asked
             telemetry = measured.telemetry.items()
-            content["telemetry"] = {k: v for k, v in telemetry if k not in LOAD}
-        try:
-            if described != case.parameters:
-                raise ValueError(f"asked for {case.parameters}, ran {described}")
-            check_plausible(measured.metrics, 1e3 * case.timeout_s)
-            self._append(case, phase, "ok", **content)
-        except (ValueError, TypeError) as error:  # TypeError: a value that JSON cannot hold
-            self._append(case, phase, "error", reason=f"refused: {error}")
-            return "error"
-        if case.section == SESSION_SECTION:
-            self.ceilings |= self.experiment.ceiling_rates(case, measured)
-        return "ok"
-
-    def _append(self, case: Case, phase: str, status: str, **content: Any) -> None:
-        self.store.append(self._record(case, phase, status, **content))
-        self._counts[status] += 1
-
-    def _record(self, case: Case, phase: str, status: str, **content: Any) -> Record:
+            content["telemetry"] = {name: value for name, value in telemetry if name not in LOAD}
         return Record(
             notebook=self.notebook,
             section=case.section,
-            case=case.parameters,
             phase=phase,
-            status=status,
             device=self.device.slug,
             machine=machine_id(),
             measurement_version=self.experiment.MEASUREMENT_VERSION,
@@ -682,82 +601,110 @@ class Session:
             source=self._source,
             profile=self.profile,
             session=self.id,
-            recorded_at=_now(),
+            recorded_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **content,
         )
 
 
-def _disturbance(measured: Measured) -> tuple[bool, float]:
-    telemetry = measured.telemetry
-    return telemetry.get("disturbed", False), telemetry.get("cpu_wait_fraction", 0.0)
+DEFAULT_S = 2.0
+"""Expected of a phase whose section no device has recorded."""
 
 
-@dataclass
-class _NoSession:
-    """A notebook's session when it only shows the records of the device `slug`."""
-
-    slug: str
-
-    def measure(self, section: str) -> None:
-        """Does nothing."""
-
-    def finish(self) -> None:
-        """Does nothing."""
-
-
-def open_session(
-    notebook: str, *, measure: bool, device: str, profile: str, output: str, fresh: bool, **options
-):
-    """Returns the session that measures `notebook` here, or one that does nothing when `measure` is
-    False.
-
-    Args:
-        notebook: its file name without the ending.
-        device: slug, or "this" for this machine's, as the session's `slug` then says. When
-            measuring it must be this machine's, so that no result gets another device's name.
-        profile: "smoke", "full", "key" for the rows of full that sentences quote, or "auto" for
-            full on a GPU and smoke elsewhere.
-        output: folder that holds one folder per device; "" for the repository's figures/.
-        fresh: measure again what is recorded already.
-        options: narrow the grid, as the module's `cases` takes them; lists as `notebooks.listed`
-            reads them.
-
-    Raises:
-        RequestError: an unknown notebook, another device than this machine, a device without
-            records to show, an unknown profile, size or other option.
-        RecordError: the record file cannot be read, or another run is writing to it.
+def _section_seconds(path: Path) -> dict[str, float]:
+    """Returns how long a phase of each section took: the mean gap between the records of a
+    session.
     """
-    if notebook not in notebooks.names():
-        raise RequestError(
-            f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}"
-        )
-    for name, flag in {"measure": measure, "fresh": fresh}.items():
-        if not isinstance(
-            flag, bool
-        ):  # the text "false", which papermill passes on, would count as true
-            raise RequestError(f"{name} must be True or False, not {flag!r}")
-    if not measure:
-        return _NoSession(_shown_device(device, Path(output or FIGURES)))
-    return Session(
-        notebook, device=device, profile=profile, output=output, fresh=fresh, options=options
-    )
+    gaps: dict[str, list[float]] = {}
+    records = RecordStore(path).load()
+    for before, record in pairwise(records):
+        if before.session == record.session and before.recorded_at and record.recorded_at:
+            begin, end = (
+                datetime.datetime.fromisoformat(one.recorded_at) for one in (before, record)
+            )
+            gaps.setdefault(record.section, []).append((end - begin).total_seconds())
+    return {section: statistics.mean(values) for section, values in gaps.items()}
 
 
-def _shown_device(device: str, root: Path) -> str:
-    """Returns the slug of the device to show; raises RequestError if it has no records under
-    `root`.
+@cache
+def expected_seconds(notebook: str, kind: str) -> dict[str, float]:
+    """Returns what a phase of each section of a notebook took on the reference device, or on a CPU
+    that was measured; {} where nothing is at hand.
     """
-    slug = detect().slug if device == THIS_DEVICE else device
+    pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
+    for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl")):
+        return _section_seconds(path)
+    return {}
+
+
+class Progress:
+    """One bar over the cases of several sessions, in expected seconds, with the time left."""
+
+    def __init__(self, sessions: Sequence["Session"]):
+        self.seconds = {
+            session.notebook: expected_seconds(session.notebook, session.device.kind)
+            for session in sessions
+        }
+        total = sum(self.of(session, case) for session in sessions for case in session.pending())
+        form = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left {postfix}"
+        self._bar = tqdm(total=total, bar_format=form, file=sys.stderr, mininterval=1.0)
+
+    def of(self, session: "Session", case: Case) -> float:
+        """Returns the expected seconds of a case."""
+        each = self.seconds[session.notebook].get(case.section, DEFAULT_S)
+        return max(0.05, each) * len(case.phases)
+
+    @contextlib.contextmanager
+    def step(self, session: "Session", case: Case, label: str) -> Iterator[None]:
+        """Shows a case while it runs, and counts it when it is done."""
+        self._bar.set_postfix_str(label, refresh=True)
+        yield
+        self._bar.update(self.of(session, case))
+
+    def write(self, line: str) -> None:
+        self._bar.write(line, file=sys.stdout)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+
+MOST_REHEARSALS = 8
+"""Processes that compile at a time; each needs a device context and about 2 GB of the host."""
+
+
+def rehearse(sessions: Sequence["Session"]) -> None:
+    """Compiles what the pending cases need, several cases at a time, before anything is timed.
+
+    Each case runs once, a model with one block instead of all: its compiled code is the same, and
+    the compilers keep it on disk. What that gives is dropped.
+    """
+    cases = [(one.module_name, case) for one in sessions for case in one.pending() if case.compiles]
+    num_workers = min(len(cases), num_usable_cores(), MOST_REHEARSALS)
+    if num_workers < 2:
+        return
+    print(f"Compiling what {len(cases)} cases need, {num_workers} at a time", file=sys.stderr)
+    with ThreadPoolExecutor(num_workers) as pool:
+        list(pool.map(lambda one: _rehearse(*one), cases))
+
+
+def _rehearse(module_name: str, case: Case) -> None:
+    worker = _Worker(module_name, is_rehearsal=True)
     try:
-        check_measured(slug, root)
-    except RequestError as error:
-        how = f'to measure this machine, set measure = True and device = "{THIS_DEVICE}"'
-        raise RequestError(f"{error}; {how}") from None
-    return slug
+        brief = replace(case, time_limit_s=0.0, sustained=())
+        for _ in worker.outcomes(brief, {}):
+            pass
+    finally:
+        worker.close()
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def measure(sessions: Sequence["Session"]) -> None:
+    """Measures what several sessions have not recorded yet, under one bar."""
+    rehearse(sessions)
+    with Progress(sessions) as progress:
+        for session in sessions:
+            session.run(progress)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -18,7 +18,6 @@ et al. 2018, "Mixed Precision Training", section 3.1 (masters).
 """
 
 import math
-import operator
 
 import torch
 import triton
@@ -27,9 +26,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from labkit.kernels.fused import DTYPES, load_fp32, runs_kernel
-from labkit.kernels.launch import launcher
+from labkit.kernels.launch import Launcher
 
-BLOCK = 1024  # elements of a program, 8 of a thread
+BLOCK = tl.constexpr(1024)  # elements of a program, 8 of a thread
 ADDRESSES_A_LAUNCH = 64
 LANGUAGE_DTYPES = dict(zip(DTYPES, (tl.float32, tl.bfloat16, tl.float16), strict=True))
 # As wide as an address and aligned as one: Triton would compile anew for a 0 among addresses.
@@ -60,7 +59,6 @@ def adamw_kernel(
     eps,
     decay,
     DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """One program updates BLOCK elements of one parameter, of DTYPE; without masters, the parameter
     itself.
@@ -98,41 +96,38 @@ def adamw_kernel(
 
 class _Bucket:
     """Parameters of one group, device and dtype, which one launch updates; `views` holds the state
-    of each.
+    of each, where it has one that of before. Without a value, a master is its parameter, the rest
+    0.
     """
 
-    def __init__(self, group_number: int, params: list[Tensor]):
-        self.group_number = group_number
+    def __init__(self, group: dict, params: list[Tensor], state: dict[Tensor, dict]):
+        self.group = group
         self.dtype = params[0].dtype
         self.seen = []
-        like = {"dtype": torch.float32, "device": params[0].device}
+        device = params[0].device
         sizes = torch.tensor([p.numel() for p in params])
-        num_blocks = -(-sizes // BLOCK)
-        starts = BLOCK * (num_blocks.cumsum(0) - num_blocks)
-        self.spans = torch.stack((starts, starts + sizes), 1).to(params[0].device)
+        num_blocks = -(-sizes // BLOCK.value)
+        starts = BLOCK.value * (num_blocks.cumsum(0) - num_blocks)
+        self.spans = torch.stack((starts, starts + sizes), 1).to(device)
         # Of each program, the number of its parameter.
         numbers = torch.arange(len(params), dtype=torch.int32)
-        self.blocks = numbers.repeat_interleave(num_blocks).to(params[0].device)
-        self.steps = torch.zeros(len(params), **like)
+        self.blocks = numbers.repeat_interleave(num_blocks).to(device)
+        self.steps = torch.zeros(len(params), device=device)
         names = ["exp_avg", "exp_avg_sq"]
         if self.dtype != torch.float32:
             names.append("master")
-        self.flat = {name: torch.zeros(BLOCK * len(self.blocks), **like) for name in names}
+        length = BLOCK.value * len(self.blocks)
+        self.flat = {name: torch.zeros(length, device=device) for name in names}
         self.views = {}
         for p, step, start in zip(params, self.steps, starts, strict=True):
             views = {name: x[start : start + p.numel()].view_as(p) for name, x in self.flat.items()}
-            self.views[p] = {"step": step, **views}
-
-    def take(self, state: dict[Tensor, dict]) -> None:
-        """Copies a state, in which its own then stands; without a value, a master is its parameter,
-        the rest 0.
-        """
-        for p, views in self.views.items():
+            views["step"] = step
             before = state.get(p, {})
-            for name, tensor in views.items():
-                default = p.detach() if name == "master" else 0.0
-                tensor.copy_(torch.as_tensor(before.get(name, default)))
-            state[p] = views
+            if "master" in views:
+                views["master"].copy_(p)
+            for name in before.keys() & views.keys():
+                views[name].copy_(torch.as_tensor(before[name]))
+            self.views[p] = state[p] = views
 
     def check(self) -> None:
         """Raises ValueError where an updated parameter is no longer what its state and the kernel
@@ -147,59 +142,57 @@ class _Bucket:
                 names = "dtype, gradient's dtype, device, shape, is dense"
                 raise ValueError(f"a parameter has become {kind} ({names}); accepted: {accepted}")
 
-    def update(self, group: dict) -> None:
-        grads = [p.grad for p in self.views]
-        grads = [x if x is None or x.is_contiguous() else _dense(x) for x in grads]
+    def update(self) -> None:
+        grads = [None if p.grad is None else _dense(p.grad) for p in self.views]
         addresses = [NO_GRADIENT.value if x is None else x.data_ptr() for x in grads]
-        addresses += map(Tensor.data_ptr, self.views)
-        addresses_on_device, is_updated = self._on_device(addresses)
-        self.steps += is_updated
-        beta1, beta2 = group["betas"]
-        launcher(adamw_kernel)[(len(self.blocks),)](
+        addresses += [p.data_ptr() for p in self.views]
+        # The bytes tell of a parameter that was cut where it stands.
+        seen = addresses + [p.nbytes for p in self.views]
+        is_captured = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
+        if seen != self.seen or is_captured:
+            self.check()
+            self.write(addresses)
+            self.seen = [] if is_captured else seen
+        self.steps += self.is_updated
+        beta1, beta2 = self.group["betas"]
+        Launcher(adamw_kernel)[(len(self.blocks),)](
             self.flat["exp_avg"],
             self.flat["exp_avg_sq"],
             self.flat.get("master"),
-            addresses_on_device,
+            self.addresses,
             self.blocks,
             self.spans,
             self.steps,
             len(self.views),
-            float(group["lr"]),
+            float(self.group["lr"]),
             float(1 - beta1),
             float(1 - beta2),
             # β = 0 has no logarithm; 1 − 10⁻³⁰⁰ is 1.
             math.log2(max(beta1, 1e-300)),
             math.log2(max(beta2, 1e-300)),
-            float(group["eps"]),
-            float(group["weight_decay"]),
+            float(self.group["eps"]),
+            float(self.group["weight_decay"]),
             DTYPE=LANGUAGE_DTYPES[self.dtype],
-            BLOCK=BLOCK,
         )
 
-    def _on_device(self, addresses: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns the addresses on the device and, fp32, 1 for each parameter with a gradient, 0
-        for the others.
+    def write(self, addresses: list[int]) -> None:
+        """Writes the addresses on the device and, fp32, 1 for each parameter with a gradient, 0 for
+        the others.
         """
-        is_captured = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
-        # The bytes tell of a parameter that was cut where it stands.
-        seen = [*addresses, *map(operator.attrgetter("nbytes"), self.views)]
-        if seen != self.seen or is_captured:
-            self.check()
-            # A new tensor each time: a graph's replay must not write into what a called step takes
-            # for written.
-            target = torch.empty(len(addresses), dtype=torch.int64, device=self.steps.device)
-            for first in range(0, len(addresses), ADDRESSES_A_LAUNCH):
-                # As arguments of launches, which a graph keeps.
-                values = tuple(addresses[first : first + ADDRESSES_A_LAUNCH])
-                write_addresses_kernel[(1,)](target, first, values)
-            self.on_device = target, (target[: len(self.views)] != NO_GRADIENT.value).float()
-            self.seen = [] if is_captured else seen
-        return self.on_device
+        # A new tensor each time: a graph's replay must not write into what a called step takes for
+        # written.
+        self.addresses = self.blocks.new_empty(len(addresses), dtype=torch.int64)
+        for first in range(0, len(addresses), ADDRESSES_A_LAUNCH):
+            # As arguments of launches, which a graph keeps.
+            values = tuple(addresses[first : first + ADDRESSES_A_LAUNCH])
+            write_addresses_kernel[(1,)](self.addresses, first, values)
+        self.is_updated = (self.addresses[: len(self.views)] != NO_GRADIENT.value).float()
 
-    def update_plainly(self, group: dict) -> None:
+    def update_plainly(self) -> None:
         """Updates the parameters by PyTorch's function."""
         self.check()
-        beta1, beta2 = group["betas"]
+        options = {name: self.group[name] for name in ("lr", "eps", "weight_decay")}
+        beta1, beta2 = self.group["betas"]
         for p, state in self.views.items():
             if p.grad is None:
                 continue
@@ -212,13 +205,11 @@ class _Bucket:
                 [state["exp_avg_sq"]],
                 [],
                 [state["step"]],
-                lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
                 amsgrad=False,
                 maximize=False,
+                **options,
             )
             p.copy_(theta)
 
@@ -239,7 +230,7 @@ class FusedAdamW(torch.optim.AdamW):
             rounded. Where it is not, somebody has written it since the last step, and the master
             becomes the parameter.
         lr, betas, eps, weight_decay: as torch.optim.AdamW has them. A CUDA graph keeps the values
-            it was captured with.
+            it was captured with, and the state: one that is loaded needs another graph.
 
     Each parameter's state holds exp_avg, exp_avg_sq and master, fp32 and shaped as it, and step,
     one fp32 number that counts its updates. All are views of tensors that hold the state of many
@@ -247,9 +238,9 @@ class FusedAdamW(torch.optim.AdamW):
     them.
 
     Raises:
-        ValueError: a parameter that is not dense or of another dtype; a value out of its range; in
-            a step, a sparse gradient, a parameter that is of another dtype, device or shape than
-            before, or amsgrad or maximize in a group.
+        ValueError: a parameter that is not dense or of another dtype; a value out of its range;
+            amsgrad or maximize in a group; in a step, a sparse gradient, or a parameter that is of
+            another dtype, device or shape than before.
 
     Error budget: an update is off by at most a few fp32 roundings of itself.
     """
@@ -261,26 +252,26 @@ class FusedAdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         group = self.param_groups.pop()
-        for p in group["params"]:
+        self._lay_out(group)
+        self.param_groups.append(group)
+
+    @torch.no_grad()
+    def _lay_out(self, group: dict) -> None:
+        if group["amsgrad"] or group["maximize"]:
+            raise ValueError("amsgrad or maximize is set; accepted: neither")
+        alike: dict[tuple, list[Tensor]] = {}
+        for p in dict.fromkeys(group["params"]):
             if p.dtype not in DTYPES or not p.is_contiguous() or type(p.data) is not Tensor:
                 raise ValueError(
                     f"parameters must be dense and of {', '.join(map(str, DTYPES))}; got "
                     f"{p.dtype}, strides {p.stride()}, {type(p.data).__name__}; fully sharded: "
                     f"torch.optim.AdamW(fused=True)"
                 )
-        self.param_groups.append(group)
-        self._lay_out(len(self.param_groups) - 1)
-
-    def _lay_out(self, group_number: int) -> None:
-        alike: dict[tuple, list[Tensor]] = {}
-        for p in dict.fromkeys(self.param_groups[group_number]["params"]):
             alike.setdefault((p.device, p.dtype), []).append(p)
-        for params in alike.values():
-            self.buckets.append(_Bucket(group_number, params))
-            self.buckets[-1].take(self.state)
+        self.buckets += [_Bucket(group, params, self.state) for params in alike.values()]
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copies a state, ours or torch.optim.AdamW's, into the tensors that are there.
+        """Copies a state, ours or torch.optim.AdamW's.
 
         A parameter without a saved state starts anew; a master that is not saved becomes the
         parameter's value.
@@ -288,19 +279,9 @@ class FusedAdamW(torch.optim.AdamW):
         Raises ValueError, before anything is copied, for groups of other numbers of parameters and
         a state of other names or shapes.
         """
-        # The last hook: the others are shown the state dict as it is.
-        hook = self.register_load_state_dict_pre_hook(FusedAdamW._by_parameter)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
-
-    def _by_parameter(self, state_dict: dict) -> dict:
-        """Returns the state dict, checked, its state by parameter: by number, PyTorch would round
-        it to their dtype.
-        """
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        # By parameter: by number, PyTorch would round the state to their dtype.
         state = {}
         # Of other numbers of parameters, which PyTorch refuses, the common ones.
         for number, p in zip(numbers, params, strict=False):
@@ -312,17 +293,14 @@ class FusedAdamW(torch.optim.AdamW):
                 raise ValueError(
                     f"the state of parameter {number} is {shapes}; accepted: {accepted}"
                 )
-        return {**state_dict, "state": state}
+        super().load_state_dict({**state_dict, "state": state})
 
     def __setstate__(self, state: dict) -> None:
+        """Lays the state out anew, in a copy, out of a pickle, or where one is loaded."""
         super().__setstate__(state)
-        if "buckets" in self.__dict__:  # not in a copy, or out of a pickle
-            for bucket in self.buckets:
-                bucket.take(self.state)
-        else:
-            self.buckets = []
-            for number in range(len(self.param_groups)):
-                self._lay_out(number)
+        self.buckets = []
+        for group in self.param_groups:
+            self._lay_out(group)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -330,16 +308,10 @@ class FusedAdamW(torch.optim.AdamW):
         one.
         """
         loss = torch.enable_grad()(closure)() if closure else None
-        if not self.state:  # cleared, to start anew
-            for bucket in self.buckets:
-                bucket.take(self.state)
         for bucket in self.buckets:
-            group = self.param_groups[bucket.group_number]
-            if group["amsgrad"] or group["maximize"]:
-                raise ValueError("amsgrad or maximize is set; accepted: neither")
             if runs_kernel(bucket.steps):
                 with torch.cuda.device_of(bucket.steps):
-                    bucket.update(group)
+                    bucket.update()
             else:
-                bucket.update_plainly(group)
+                bucket.update_plainly()
         return loss

@@ -42,9 +42,8 @@ def column_sums_kernel(
         rows = start + tl.arange(0, ROWS)[:, None]
         inside = (rows < end) & (cols < num_columns)
         sums += load_fp32(x_ptr + rows.to(tl.int64) * num_columns + cols, inside)
-    sums = tl.sum(sums, axis=0, keep_dims=True)
     place = sums_ptr + tl.program_id(1) * num_columns + cols
-    tl.store(place, sums, mask=cols < num_columns)
+    tl.store(place, tl.sum(sums, axis=0, keep_dims=True), mask=cols < num_columns)
 
 
 def add_columns(
@@ -55,7 +54,7 @@ def add_columns(
     """
     num_rows, num_columns = x_NC.shape
     rows_a_part = -(-num_rows // num_parts)
-    sums_PC = torch.empty((num_parts, num_columns), dtype=dtype, device=x_NC.device)
+    sums_PC = x_NC.new_empty(num_parts, num_columns, dtype=dtype)
     grid = -(-num_columns // tile["COLUMNS"]), num_parts
     wrap_triton(column_sums_kernel)[grid](x_NC, sums_PC, num_rows, num_columns, rows_a_part, **tile)
     return sums_PC
@@ -72,7 +71,6 @@ def column_sums(x: Tensor) -> Tensor:
     """Returns the sums (C,) of the columns of x (N, C), added in fp32 and rounded once.
 
     Args:
-        x: fp32, bf16 or fp16, whose dtype the sums have; without a GPU also fp64 (in plain PyTorch,
-            sums in fp64).
+        x: fp32, bf16 or fp16, whose dtype the sums have; fp64 in plain PyTorch, sums in fp64.
     """
     return _column_sums(x.contiguous()) if runs_kernel(x) else wide(x).sum(0).to(x.dtype)

@@ -58,24 +58,13 @@ class AdamW(torch.optim.Optimizer):
     are PyTorch's.
     """
 
-    def __init__(
-        self,
-        params,
-        lr: float = 1e-3,
-        betas=(0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ):
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options)
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """Updates every parameter that has a gradient; returns what `closure` does, None without
-        one.
-        """
-        loss = torch.enable_grad()(closure)() if closure else None
+    def step(self):
+        """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for p in group["params"]:
@@ -89,4 +78,3 @@ class AdamW(torch.optim.Optimizer):
                 )
                 p -= lr * group["weight_decay"] * p
                 p -= lr * (m / (1 - beta1**t)) / (torch.sqrt(v / (1 - beta2**t)) + group["eps"])
-        return loss

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 from labkit.kernels.fused import (
     check,
     check_integers,
+    load_fp32,
     operator,
     outside_autocast,
     product_inputs,
@@ -36,7 +37,7 @@ from labkit.kernels.fused import (
     wide,
     wrap_triton,
 )
-from labkit.kernels.launch import launcher
+from labkit.kernels.launch import Launcher
 
 CHUNK_BYTES = 2**27  # of the logits of one chunk
 MAX_BLOCK = 4096
@@ -65,7 +66,7 @@ def _write_gradient(
 ):
     factor = tl.where((target >= 0) & (target < num_columns), factor, float("nan"))
     cols = start + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
+    x = load_fp32(row_ptr + cols, cols < num_columns)
     grad = (tl.exp(x - maximum - log_sum) - tl.where(cols == target, 1.0, 0.0)) * factor
     tl.store(grad_row_ptr + cols, grad, mask=cols < num_columns)
 
@@ -134,7 +135,7 @@ def _forward(logits: Tensor, targets: Tensor, inplace: bool) -> tuple[Tensor, Te
     """Returns the mean loss and each row's (loss, M, L); `inplace` is for backward."""
     logits_NV = rows_of(logits)
     num_rows, num_columns = logits_NV.shape
-    rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=logits.device)
+    rows_N3 = logits.new_empty(num_rows, 3, dtype=torch.float32)
     wrap_triton(cross_entropy_fwd_kernel)[(num_rows,)](
         logits_NV,
         targets.contiguous(),
@@ -177,10 +178,8 @@ def _gradients(ctx, grad_loss, _):
     # Detached, for a leaf that requires a gradient must not change; its version still counts the
     # change.
     logits, targets, rows_N3 = ctx.saved_tensors
-    logits = grad = logits.detach()
-    if not ctx.inplace:
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _backward(logits, targets, rows_N3, grad_loss, grad)
+    grad = logits.detach() if ctx.inplace else logits.new_empty(logits.shape)
+    _backward(logits.detach(), targets, rows_N3, grad_loss, grad)
     return grad, None, None
 
 
@@ -191,7 +190,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
     """Returns the mean cross-entropy in nats, a scalar in fp32 (fp64 for fp64).
 
     Args:
-        logits: (..., V), fp32, bf16 or fp16 (without a GPU also fp64), any strides; autocast
+        logits: (..., V), fp32, bf16 or fp16 (fp64 in plain PyTorch), any strides; autocast
             changes nothing.
         targets: (...), int64, from 0 to V − 1; none is ignored, −100 neither. One outside makes the
             loss and its row's gradient NaN: to raise, the host would have to wait for the device.
@@ -223,13 +222,12 @@ def _linear_forward(
     """
     num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
     chunk_rows = max(CHUNK_BYTES // (vocabulary * weight_VC.element_size()) // 128 * 128, 128)
-    rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=hidden_NC.device)
-    grad_hidden_NC = torch.empty_like(hidden_NC) if with_gradients else None
-    grad_weight_VC = None
+    rows_N3 = hidden_NC.new_empty(num_rows, 3, dtype=torch.float32)
+    gradients = _empty_gradients(hidden_NC, weight_VC) if with_gradients else []
     for start in range(0, max(num_rows, 1), chunk_rows):
         rows = slice(start, start + chunk_rows)
         logits_NV = hidden_NC[rows] @ weight_VC.T
-        launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
+        Launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
             logits_NV,
             targets_N[rows],
             rows_N3[rows],
@@ -239,26 +237,29 @@ def _linear_forward(
             **_constants(vocabulary),
         )
         if with_gradients:
+            grad_hidden_NC, grad_weight_VC = gradients
             torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
-            grad_weight_VC = _plus_product(grad_weight_VC, logits_NV.T, hidden_NC[rows])
-    loss = rows_N3.select(1, 0).mean()
-    return [loss, grad_hidden_NC, grad_weight_VC] if with_gradients else [loss]
+            _add_product(grad_weight_VC, logits_NV.T, hidden_NC[rows], is_first=start == 0)
+    return [rows_N3.select(1, 0).mean(), *gradients]
 
 
-def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Returns total + a b in fp32, in place; a b for None."""
+def _empty_gradients(hidden_NC: Tensor, weight_VC: Tensor) -> list[Tensor]:
+    return [torch.empty_like(hidden_NC), torch.empty_like(weight_VC, dtype=torch.float32)]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """Adds a b to an fp32 total in place; the first one is written over what is there."""
+    beta = 0 if is_first else 1
     if a.dtype == torch.float32 or not a.is_cuda:
-        return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
-    if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        total.addmm_(a.float(), b.float(), beta=beta)
+    else:
+        torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
 
 
 @_linear_forward.register_fake
 def _(hidden_NC, weight_VC, _targets_N, with_gradients):
     loss = hidden_NC.new_empty((), dtype=torch.float32)
-    grad_weight_VC = weight_VC.new_empty(weight_VC.shape, dtype=torch.float32)
-    return [loss, torch.empty_like(hidden_NC), grad_weight_VC] if with_gradients else [loss]
+    return [loss, *(_empty_gradients(hidden_NC, weight_VC) if with_gradients else [])]
 
 
 register_flop_formula(torch.ops.labkit.linear_cross_entropy)(
@@ -297,7 +298,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     there for as many rows at a time as take 128 MiB.
 
     Args:
-        hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (without a GPU also fp64).
+        hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (fp64 in plain PyTorch).
             Under autocast both are cast to its dtype first, and may differ. Logits are rounded to
             their dtype, sums are in fp32.
         targets: (...), int64, as in `cross_entropy`.
@@ -308,7 +309,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
     hidden, weight = product_inputs(hidden=hidden, weight=weight)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[0]:
+    if weight.shape[1:] != hidden.shape[-1:] or not len(weight):
         raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
     check_integers("targets", targets, hidden, *hidden.shape[:-1])
     if not runs_kernel(hidden):

@@ -1,32 +1,29 @@
 """What the fused kernels share: how they become PyTorch operators, and what they accept."""
 
 import functools
-import threading
 from collections.abc import Callable, Collection
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._library.triton import wrap_triton_enabled
 from torch.autograd import forward_ad
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from labkit.kernels.launch import launcher
+from labkit.kernels.launch import Launcher
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IS_INTERPRETED = triton.knobs.runtime.interpret
 
-_launching = threading.local()
-
 
 class Operator:
     """The operator `labkit::name`, called past PyTorch's dispatcher where nothing looks at
-    operators.
+    operators: the dispatcher takes longer than a launch.
 
-    The dispatcher takes longer than a launch. A compiler, a mode, a transform or a subclass of
-    tensors is shown the operator, as is what the direct way could not do: writing to an argument, a
-    gradient that nothing defines.
+    A compiler, a mode, a transform or a subclass of tensors is shown the operator, as is what the
+    direct way could not do: writing to an argument, a gradient that nothing defines.
     """
 
     def __init__(self, name: str, function: Callable, mutates_args: tuple[str, ...], opaque: bool):
@@ -34,12 +31,11 @@ class Operator:
         self.function = function
         self.mutates = bool(mutates_args)
         self.gradients = None
-        self.setup_context = None
         make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
         self.op = make(f"labkit::{name}", function, mutates_args=mutates_args)
-        if IS_INTERPRETED and not opaque:
-            self.op.register_fake(function)
         self.register_fake = self.op.register_fake
+        if IS_INTERPRETED and not opaque:
+            self.register_fake(function)
 
     def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
         """Registers `gradients(ctx, *grads)`, which returns a tuple."""
@@ -55,16 +51,11 @@ class Operator:
             self.op.register_autograd(gradients, setup_context=setup_context)
 
     def __call__(self, *arguments):
-        if torch.compiler.is_compiling() or self.mutates:
-            if forward_ad._current_level >= 0:
-                raise NotImplementedError(f"{self.name} has no derivative in forward mode")
-            return self.op(*arguments)
-        # Beside torch.func the tangents of forward mode, which a launch would drop, and so would
-        # the dispatcher.
-        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-            return _Transformed.apply(self, *arguments) if self.gradients else self.op(*arguments)
+        # A launch would drop the tangents of forward mode, and so would the dispatcher.
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(f"{self.name} has no derivative in forward mode")
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        if is_in_torch_dispatch_mode() or any(type(x) not in (Tensor, Parameter) for x in tensors):
+        if self.mutates or is_watched(tensors):
             return self.op(*arguments)
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
             return self.run(arguments)
@@ -72,11 +63,39 @@ class Operator:
 
     def run(self, arguments: tuple):
         """Calls the function so that its kernels are launched, not traced."""
-        _launching.directly = True
+        # PyTorch's context manager for this takes longer than a launch.
+        wrap_triton_enabled.value = False
         try:
             return self.function(*arguments)
         finally:
-            _launching.directly = False
+            wrap_triton_enabled.value = True
+
+
+def is_watched(tensors: list[Tensor]) -> bool:
+    """Returns whether a compiler, a mode, a transform or a subclass of tensors looks at
+    operators.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or is_in_torch_dispatch_mode()
+        or any(type(x) not in (Tensor, Parameter) for x in tensors)
+    )
+
+
+class _Direct(torch.autograd.Function):
+    """An operator's gradient as it was registered."""
+
+    @staticmethod
+    def forward(ctx, operator: Operator, *arguments):
+        outputs = operator.run(arguments)
+        operator.setup_context(ctx, arguments, outputs)
+        ctx.operator = operator
+        return tuple(outputs) if isinstance(outputs, list) else outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *ctx.operator.gradients(ctx, *grads)
 
 
 def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = False) -> Callable:
@@ -95,43 +114,8 @@ def wrap_triton(kernel):
     PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its
     source.
     """
-    is_launched = IS_INTERPRETED or getattr(_launching, "directly", False)
-    wrapped = kernel if is_launched else torch.library.wrap_triton(kernel)
-    return launcher(kernel) if wrapped is kernel else wrapped
-
-
-class _Direct(torch.autograd.Function):
-    """An operator's gradient as it was registered."""
-
-    @staticmethod
-    def forward(ctx, operator: Operator, *arguments):
-        outputs = operator.run(arguments)
-        operator.setup_context(ctx, arguments, outputs)
-        ctx.operator = operator
-        return tuple(outputs) if isinstance(outputs, list) else outputs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return None, *ctx.operator.gradients(ctx, *grads)
-
-
-class _Transformed(torch.autograd.Function):
-    """The same for torch.func, which wants a context that is set up apart: that takes longer than a
-    launch.
-    """
-
-    generate_vmap_rule = True
-    backward = _Direct.backward
-
-    @staticmethod
-    def forward(operator: Operator, *arguments):
-        outputs = operator.op(*arguments)
-        return tuple(outputs) if isinstance(outputs, list) else outputs
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.operator = inputs[0]
-        ctx.operator.setup_context(ctx, inputs[1:], output)
+    wrapped = kernel if IS_INTERPRETED else torch.library.wrap_triton(kernel)
+    return Launcher(kernel) if wrapped is kernel else wrapped
 
 
 class _Undifferentiable(torch.autograd.Function):
@@ -157,8 +141,8 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def first_order(name: str) -> Callable:
-    """Returns a decorator for an autograd `backward(ctx, *grads)`, whose gradients then refuse to
-    be differentiated.
+    """Returns a decorator for an autograd `backward(ctx, *grads)`, whose tuple of gradients then
+    refuses to be differentiated.
 
     torch's own `once_differentiable` passes on gradients without a graph where the incoming ones
     have none, as of a sum: a gradient penalty then trains nothing, in silence.
@@ -175,8 +159,6 @@ def first_order(name: str) -> Callable:
             sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor)]
             with torch.no_grad():
                 gradients = backward(ctx, *grads)
-            if not isinstance(gradients, tuple):
-                gradients = (gradients,)
             return _Undifferentiable.apply(name, len(gradients), *gradients, *sources)
 
         return refusing
@@ -191,47 +173,40 @@ def load_fp32(pointers, inside):
 
 
 def runs_kernel(x: Tensor) -> bool:
-    """Returns whether a kernel runs on the tensor's device; elsewhere the formula in plain PyTorch
-    does.
+    """Returns whether a kernel takes the tensor; the formula in plain PyTorch takes all others."""
+    return x.dtype in DTYPES and (x.is_cuda or (IS_INTERPRETED and x.is_cpu))
+
+
+def check_kind(name: str, tensor: Tensor, dtypes: Collection[torch.dtype], like: Tensor) -> None:
+    """Raises TypeError for what is no tensor, ValueError for another dtype or the device of
+    another.
     """
-    return x.is_cuda or (IS_INTERPRETED and x.is_cpu)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes or tensor.device != like.device:
+        raise ValueError(
+            f"{name} must be {' or '.join(sorted(map(str, dtypes)))} on {like.device}, got "
+            f"{tensor.dtype} on {tensor.device}"
+        )
 
 
-def require_tensors(tensors: dict[str, Tensor]) -> None:
-    """Raises TypeError, by name, for what is no tensor."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-
-
-def check(tensors: dict[str, Tensor], may_be_fp32: Collection[str] = ()) -> None:
-    """Raises ValueError unless all tensors are on the first one's device and of its dtype, a
-    floating one.
+def check(tensors: dict[str, Tensor], *, may_be_fp32: bool = False) -> None:
+    """Raises TypeError or ValueError unless all tensors are on the first one's device and of its
+    dtype, a floating one.
 
     Args:
-        tensors: by name; the last dimension of the first must not be empty. What is no tensor is a
-            TypeError. may_be_fp32: names of those that may be fp32 beside a 16-bit first.
+        tensors: by name; the last dimension of the first must not be empty.
+        may_be_fp32: whether the others may be fp32 beside a 16-bit first.
     """
-    require_tensors(tensors)
     (first, x), *others = tensors.items()
-    accepted = DTYPES if runs_kernel(x) else (*DTYPES, torch.float64)
-    if x.dtype not in accepted:
-        raise ValueError(
-            f"{first} must be of {', '.join(map(str, accepted))} on {x.device.type}, got {x.dtype}"
-        )
+    check_kind(first, x, (*DTYPES, torch.float64), like=x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(
             f"the last dimension of {first} must not be empty, got shape {tuple(x.shape)}"
         )
+    dtypes = {x.dtype, torch.float32} if may_be_fp32 else {x.dtype}
     for name, tensor in others:
-        if tensor.device != x.device:
-            raise ValueError(
-                f"{name} must be on the device of {first}, {x.device}, got {tensor.device}"
-            )
-        fitting = {x.dtype, torch.float32 if name in may_be_fp32 else x.dtype}
-        if tensor.dtype not in fitting:
-            text = " or ".join(sorted(map(str, fitting)))
-            raise ValueError(f"{name} must have the dtype of {first}, {text}, got {tensor.dtype}")
+        check_kind(name, tensor, dtypes, like=x)
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
@@ -240,14 +215,10 @@ def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
         raise ValueError(f"{name} must be of shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
 
-def check_integers(name: str, tensor: Tensor, x: Tensor, *shape: int) -> None:
-    """Raises unless a tensor holds int64 of the shape on the device of x."""
-    require_tensors({name: tensor})
+def check_integers(name: str, tensor: Tensor, like: Tensor, *shape: int) -> None:
+    """Raises unless a tensor holds int64 of the shape on the device of another."""
+    check_kind(name, tensor, [torch.int64], like)
     check_shape(name, tensor, *shape)
-    if tensor.dtype != torch.int64 or tensor.device != x.device:
-        raise ValueError(
-            f"{name} must be torch.int64 on {x.device}, got {tensor.dtype} on {tensor.device}"
-        )
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -265,10 +236,10 @@ def product_inputs(**tensors: Tensor) -> list[Tensor]:
     """Returns the tensors of a product, checked as by `check`, in the dtype in which autocast has
     it take them.
     """
-    require_tensors(tensors)
-    dtype = autocast_dtype(next(iter(tensors.values())))
-    if dtype is not None:
-        tensors = {name: x.to(dtype) if x.dtype in DTYPES else x for name, x in tensors.items()}
+    for name, tensor in tensors.items():
+        check_kind(name, tensor, (*DTYPES, torch.float64), like=tensor)
+        dtype = autocast_dtype(tensor)
+        tensors[name] = tensor if dtype is None else tensor.to(dtype)
     check(tensors)
     return list(tensors.values())
 

@@ -22,8 +22,6 @@ rows.
 Source: Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", section 2 (the tanh form).
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -46,7 +44,7 @@ from labkit.kernels.fused import (
     wide,
     wrap_triton,
 )
-from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
+from labkit.kernels.launch import Launcher, num_multiprocessors
 from labkit.kernels.layer_norm import layer_norm
 
 # Of the matmul, for Hopper; GROUP tiles, one below the other, go column by column, for L2.
@@ -55,7 +53,9 @@ TILE = {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_
 # epilogue.
 PROGRAMS = 2
 # Of a program of the elementwise kernel: rows, rows at a time, columns.
-BLOCKS = {"BLOCK_M": 256, "STEP_M": 2, "BLOCK_F": 512}
+BLOCK_M = tl.constexpr(256)
+STEP_M = tl.constexpr(2)
+BLOCK_F = tl.constexpr(512)
 
 
 @triton.jit
@@ -85,11 +85,11 @@ def finish(acc, z_desc, h_desc, bias_ptr, row, col, num_cols):
 
 @triton.jit
 def linear_gelu_kernel(
+    bias_ptr,
     x_desc,
     weight_desc,
     z_desc,
     h_desc,
-    bias_ptr,
     num_rows,
     num_cols,
     depth,
@@ -116,18 +116,7 @@ def linear_gelu_kernel(
 
 
 @triton.jit
-def gelu_bwd_kernel(
-    grad_h_ptr,
-    z_ptr,
-    grad_z_ptr,
-    h_ptr,
-    sums_ptr,
-    num_rows,
-    num_cols,
-    BLOCK_M: tl.constexpr,
-    STEP_M: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
+def gelu_bwd_kernel(grad_h_ptr, z_ptr, grad_z_ptr, h_ptr, sums_ptr, num_rows, num_cols):
     """∂z and h (M, F), and ∂b₁ (T, F) summed over each program's rows, from ∂h and z (M, F), all
     dense.
     """
@@ -164,26 +153,15 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     # TMA reads from 16-byte boundaries, off which a dense tensor may start.
     x, weight = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (x, weight))
     z, h = _empty_hidden(x, weight, bias)
-    sizes = *z.shape, x.shape[1]
-    launch, blocks = _linear_gelu_launch(x.device, x.dtype, sizes, bias.data_ptr() % 16)
-    with torch.cuda.device_of(x):
-        launch(*map(TensorDescriptor.from_tensor, (x, weight, z, h), blocks), bias)
-    return z, h
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def _linear_gelu_launch(
-    device, _dtype, sizes: tuple[int, int, int], _misalignment
-) -> tuple[Launch, tuple]:
-    """Returns the launch for (M, F, C), and what block of x, weight, z and h is loaded or stored at
-    a time.
-    """
     rows, cols, depth = TILE["ROWS"], TILE["COLS"], TILE["DEPTH"]
-    num_tiles = -(-sizes[0] // rows) * -(-sizes[1] // cols)
-    grid = (min(num_tiles, PROGRAMS * num_multiprocessors(device.index)),)
+    num_tiles = -(-z.shape[0] // rows) * -(-z.shape[1] // cols)
+    num_programs = min(num_tiles, PROGRAMS * num_multiprocessors(x.device.index))
     half = [rows, cols // 2]
+    # What is loaded or stored of each tensor at a time.
     blocks = [rows, depth], [cols, depth], half, half
-    return Launch(linear_gelu_kernel, grid, TILE, sizes), blocks
+    descriptors = map(TensorDescriptor.from_tensor, (x, weight, z, h), blocks)
+    Launcher(linear_gelu_kernel)[(num_programs,)](bias, *descriptors, *z.shape, x.shape[1], **TILE)
+    return z, h
 
 
 @_linear_gelu.register_fake
@@ -204,10 +182,10 @@ def _gelu_backward(grad_h: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         grad_z = torch.ops.aten.gelu_backward(grad_h, z.clamp(-1e4, 1e4), approximate="tanh")
         return grad_z, F.gelu(z, approximate="tanh"), wide(grad_z).sum(0)
     num_rows, num_cols = z.shape
-    grid = -(-num_rows // BLOCKS["BLOCK_M"]), -(-num_cols // BLOCKS["BLOCK_F"])
+    grid = -(-num_rows // BLOCK_M.value), -(-num_cols // BLOCK_F.value)
     grad_z, h = torch.empty_like(z), torch.empty_like(z)
-    sums_TF = torch.empty((grid[0], num_cols), dtype=torch.float32, device=z.device)
-    wrap_triton(gelu_bwd_kernel)[grid](grad_h, z, grad_z, h, sums_TF, num_rows, num_cols, **BLOCKS)
+    sums_TF = z.new_empty(grid[0], num_cols, dtype=torch.float32)
+    wrap_triton(gelu_bwd_kernel)[grid](grad_h, z, grad_z, h, sums_TF, num_rows, num_cols)
     return grad_z, h, sums_TF.sum(0)
 
 
@@ -216,7 +194,7 @@ class GeluMLP(torch.autograd.Function):
 
     @staticmethod
     @outside_autocast
-    def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, keep: bool, *norm):
+    def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, keep, total, *norm):
         if not keep and x.is_cuda and x.element_size() == 2:
             z_MF = None
             h_MF = torch._addmm_activation(fc1_bias, x, fc1_weight.T, use_gelu=True)
@@ -225,19 +203,21 @@ class GeluMLP(torch.autograd.Function):
         else:
             z_MF = F.linear(x, fc1_weight, fc1_bias)
             h_MF = F.gelu(z_MF, approximate="tanh")
-        total, *parameters, ctx.eps = norm or (x, None)
         z_MF = z_MF if keep else None
-        ctx.save_for_backward(total, z_MF, fc1_weight, fc1_bias, fc2_weight, *parameters)
+        norm_weight, norm_bias, ctx.eps = norm
+        kept = x if total is None else total
+        ctx.save_for_backward(kept, norm_weight, norm_bias, z_MF, fc1_weight, fc1_bias, fc2_weight)
         return F.linear(h_MF, fc2_weight, fc2_bias)
 
     @staticmethod
     @first_order("gelu_mlp")
     @outside_autocast
     def backward(ctx, grad_y_MC: Tensor):
-        x_MC, z_MF, fc1_weight, fc1_bias, fc2_weight, *norm = ctx.saved_tensors
-        if norm:
+        x_MC, norm_weight, norm_bias, z_MF, fc1_weight, fc1_bias, fc2_weight = ctx.saved_tensors
+        if norm_weight is not None:
             # The sum is of another dtype where autocast chose that of the products.
-            x_MC = rows_of(layer_norm(x_MC, *norm, ctx.eps)).to(fc1_weight.dtype)
+            normed = layer_norm(x_MC, norm_weight, norm_bias, ctx.eps)
+            x_MC = rows_of(normed).to(fc1_weight.dtype)
         if z_MF is None:
             z_MF = F.linear(x_MC, fc1_weight, fc1_bias)
         grad_y_MC = grad_y_MC.contiguous()
@@ -248,7 +228,7 @@ class GeluMLP(torch.autograd.Function):
             grad_bias_F.to(fc1_bias.dtype),
             grad_y_MC.T @ h_MF,
             column_sums(grad_y_MC),
-            *[None] * (len(ctx.needs_input_grad) - 5),
+            *[None] * 5,
         )
 
 
@@ -295,6 +275,6 @@ def gelu_mlp(
         raise ValueError(f"x must hold at least one row; got shape {tuple(x.shape)}")
     is_trained = any(tensor.requires_grad for tensor in (x, *parameters[:3]))
     keep = keep and torch.is_grad_enabled() and is_trained
-    parameters = [parameter.contiguous() for parameter in parameters]
-    out = GeluMLP.apply(rows_of(x).contiguous(), *parameters, keep, *(norm or ()))
-    return out.view(x.shape)
+    x_MC = rows_of(x).contiguous()
+    norm = norm or (None, None, None, None)
+    return GeluMLP.apply(x_MC, *[p.contiguous() for p in parameters], keep, *norm).view(x.shape)

@@ -76,25 +76,22 @@ def unhooked(compiled, grid: tuple[int, ...], launch: Callable[..., None]) -> Ca
 
 
 class Launcher:
-    """A kernel, called as `launcher[grid](*arguments, **constants)`: on its tensors' device,
-    whichever is the current one. Fake tensors launch nothing.
-
-    It keeps a Launch for each grid, constant and dtype, and whatever else Triton compiles a kernel
-    anew for.
+    """A kernel, called as `Launcher(kernel)[grid](*arguments, **constants)`: on its tensors'
+    device, whichever is the current one. Fake tensors launch nothing.
     """
 
     def __init__(self, kernel):
         self.kernel = kernel
-        self.launches = {}
 
-    def __getitem__(self, grid):
+    def __getitem__(self, grid: tuple[int, ...]):
         return functools.partial(self.launch, grid)
 
-    def launch(self, grid, *arguments, **constants) -> None:
-        if isinstance(arguments[0], FakeTensor):
+    def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
+        first = arguments[0]
+        if isinstance(first, FakeTensor):
             return
         # Triton tells apart a tensor's dtype and alignment, a number's size, a 1, and a None.
-        specialised = [
+        kinds = [
             (x.dtype, x.data_ptr() % 16 == 0)
             if isinstance(x, Tensor)
             else (x == 1, x % 16 == 0, x.bit_length() // 32)
@@ -102,14 +99,10 @@ class Launcher:
             else type(x)
             for x in arguments
         ]
-        with torch.cuda.device_of(arguments[0]):
-            key = (grid, arguments[0].device, *specialised, *constants.items())
-            launch = self.launches.get(key)
-            if launch is None:
-                if len(self.launches) == REMEMBERED:
-                    self.launches.clear()
-                launch = self.launches[key] = Launch(self.kernel, grid, constants)
-            launch(*arguments)
+        with torch.cuda.device_of(first):
+            _launch_of(self.kernel, grid, first.device, tuple(kinds), **constants)(*arguments)
 
 
-launcher = functools.cache(Launcher)
+@functools.lru_cache(maxsize=REMEMBERED)
+def _launch_of(kernel, grid: tuple[int, ...], _device, _kinds: tuple, **constants) -> Launch:
+    return Launch(kernel, grid, constants)

@@ -3,7 +3,6 @@
 Source: Ba et al. 2016, "Layer Normalization", equation 4.
 """
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from labkit.kernels.norms import normalise
@@ -16,9 +15,9 @@ def layer_norm(
     sum).
 
     Args:
-        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768. Without a GPU also fp64 (in
-            plain PyTorch).
-        weight, bias: (C,), both of x's dtype or fp32.
+        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768 on a GPU. fp64 in plain
+            PyTorch.
+        weight, bias: (C,), dtype of x or fp32.
         residual: of x's shape, dtype of x or fp32, which the sum has; it is rounded before it is
             normalised.
 
@@ -31,8 +30,4 @@ def layer_norm(
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
-    return normalise(_formula, x, residual, eps, weight=weight, bias=bias)
-
-
-def _formula(x: Tensor, eps: float, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+    return normalise(x, residual, eps, weight=weight, bias=bias)

@@ -25,6 +25,7 @@ from labkit.kernels.fused import (
     check_integers,
     check_shape,
     first_order,
+    load_fp32,
     operator,
     outside_autocast,
     product_inputs,
@@ -33,21 +34,21 @@ from labkit.kernels.fused import (
 )
 from labkit.kernels.layer_norm import layer_norm
 
-RUN = 1024  # elements; one call of Philox gives four numbers, for four runs
-ROUNDS = 7  # of Philox, which pass every test of randomness
+# Elements; one call of Philox gives four numbers, for four runs.
+RUN = tl.constexpr(1024)
+# Of Philox, which pass every test of randomness.
+ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def dropout_kernel(
-    x_ptr, out_ptr, seed_ptr, p, num_elements, RUN: tl.constexpr, ROUNDS: tl.constexpr
-):
+def dropout_kernel(x_ptr, out_ptr, seed_ptr, p, num_elements):
     """Elements of m ∘ x / (1 − p), all dense."""
     program = tl.program_id(0).to(tl.int64)
     bits = tl.randint4x(tl.load(seed_ptr), program * RUN + tl.arange(0, RUN), n_rounds=ROUNDS)
     scale = 1 / (1 - p)
     for run in tl.static_range(4):
         place = program * (4 * RUN) + run * RUN + tl.arange(0, RUN)
-        x = tl.load(x_ptr + place, mask=place < num_elements, other=0.0).to(tl.float32)
+        x = load_fp32(x_ptr + place, place < num_elements)
         kept = tl.where(tl.uint_to_uniform_float(bits[run]) >= p, x * scale, 0.0)
         tl.store(out_ptr + place, kept, mask=place < num_elements)
 
@@ -56,8 +57,8 @@ def dropout_kernel(
 def seeded_dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     """Returns m ∘ x / (1 − p) for dense x; `seed` is one int64 on its device."""
     out = torch.empty_like(x)
-    grid = (-(-x.numel() // (4 * RUN)),)
-    wrap_triton(dropout_kernel)[grid](x, out, seed, p, x.numel(), RUN=RUN, ROUNDS=ROUNDS)
+    grid = (-(-x.numel() // (4 * RUN.value)),)
+    wrap_triton(dropout_kernel)[grid](x, out, seed, p, x.numel())
     return out
 
 

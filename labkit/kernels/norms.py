@@ -20,9 +20,9 @@ Shape suffixes: N rows, C columns, P programs.
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -150,23 +150,20 @@ def norm_bwd_kernel(
     grad_ptr,
     grad_x_ptr,
     parts_ptr,
-    stride_s,
-    stride_gy,
-    stride_gs,
     num_rows,
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     PIECES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program loops over rows, and adds its part of ∂w and, of LayerNorm, which has means, of
-    ∂b.
+    """Each program loops over dense rows, and adds its part of ∂w and, of LayerNorm, which has
+    means, of ∂b.
     """
     lanes = tl.arange(0, WIDTH)
     weights, grad_weights, grad_biases = (), (), ()
     for piece in tl.static_range(PIECES):
         cols = piece * WIDTH + lanes
-        weights += (tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32),)
+        weights += (load_fp32(weight_ptr + cols, cols < C),)
         grad_weights += (tl.zeros((WIDTH,), dtype=tl.float32),)
         if mean_ptr is not None:
             grad_biases += (tl.zeros((WIDTH,), dtype=tl.float32),)
@@ -185,8 +182,8 @@ def norm_bwd_kernel(
         slopes, shifts = tl.zeros((WIDTH,), dtype=tl.float32), tl.zeros((WIDTH,), dtype=tl.float32)
         for piece in tl.static_range(PIECES):
             cols = piece * WIDTH + lanes
-            x = load_fp32(sum_ptr + row * stride_s + cols, cols < C)
-            grad_y = load_fp32(grad_y_ptr + row * stride_gy + cols, cols < C)
+            x = load_fp32(sum_ptr + row * C + cols, cols < C)
+            grad_y = load_fp32(grad_y_ptr + row * C + cols, cols < C)
             # Not zero beyond C, but there grad_y is.
             normed += ((x - mean) * scale,)
             grad_normed += (grad_y * weights[piece],)
@@ -206,7 +203,7 @@ def norm_bwd_kernel(
             cols = piece * WIDTH + lanes
             grad = scale * (grad_normed[piece] - shift / C - normed[piece] * (slope / C))
             if grad_sum_ptr is not None:
-                grad += load_fp32(grad_sum_ptr + row * stride_gs + cols, cols < C)
+                grad += load_fp32(grad_sum_ptr + row * C + cols, cols < C)
             tl.store(grad_ptr + row * C + cols, grad, mask=cols < C)
             if grad_x_ptr is not None:
                 tl.store(grad_x_ptr + row * C + cols, grad, mask=cols < C)
@@ -231,21 +228,16 @@ def norm(
     """Returns [y, σ of each row, μ of each row with a bias, sum with a residual], σ and μ in
     fp32.
     """
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    outputs = [y, scale]
     x_NC = rows_of(x)
-    mean = total = residual_NC = None
-    stride_r = 0
+    y = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    mean = residual_NC = total = None
     if bias is not None:
         bias = bias.contiguous()
         mean = torch.empty_like(scale)
-        outputs.append(mean)
     if residual is not None:
         residual_NC = rows_of(residual)
-        stride_r = residual_NC.stride(0)
-        total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-        outputs.append(total)
+        total = residual.new_empty(x.shape)
     tile = row_tile(int(x.shape[-1]))
     wrap_triton(norm_fwd_kernel)[(-(-x_NC.shape[0] // tile["ROWS"]),)](
         x_NC,
@@ -257,12 +249,12 @@ def norm(
         scale,
         mean,
         x_NC.stride(0),
-        stride_r,
+        0 if residual is None else residual_NC.stride(0),
         x_NC.shape[0],
         eps,
         **tile,
     )
-    return outputs
+    return [output for output in (y, scale, mean, total) if output is not None]
 
 
 @operator("norm_backward")
@@ -278,31 +270,31 @@ def norm_backward(
     """Returns the gradients of the sum, of the parameters (one a row), and that of x if its dtype
     is another.
     """
-    grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    grad_x = None
-    if x_dtype != total.dtype:
-        grad_x = torch.empty(total.shape, dtype=x_dtype, device=total.device)
-    read = [None if x is None else rows_of(x) for x in (total, grad_y, grad_total)]
+    total = total.contiguous()
+    grad_y = grad_y.contiguous()
+    bytes_a_column = total.element_size() + grad_y.element_size()
+    if grad_total is not None:
+        grad_total = grad_total.contiguous()
+        bytes_a_column += grad_total.element_size()
+    grad = torch.empty_like(total)
+    grad_x = None if x_dtype == total.dtype else torch.empty_like(total, dtype=x_dtype)
     # Columns are a constant of the kernels, no symbol of the compiler's.
     num_columns = int(weight.shape[0])
     num_parameters = 1 if mean is None else 2
-    bytes_a_column = sum(x.element_size() for x in read if x is not None)
     tile, programs = persistent_tile(num_columns, bytes_a_column, num_parameters)
     programs *= num_multiprocessors(total.device.index)
-    parts_PC = torch.empty(
-        (programs, num_parameters * num_columns), dtype=torch.float32, device=weight.device
-    )
+    parts_PC = scale.new_empty(programs, num_parameters * num_columns)
     wrap_triton(norm_bwd_kernel)[(programs,)](
-        read[0],
+        total,
         weight.contiguous(),
         scale,
         mean,
-        *read[1:],
+        grad_y,
+        grad_total,
         grad,
         grad_x,
         parts_PC,
-        *[0 if x is None else x.stride(0) for x in read],
-        read[0].shape[0],
+        scale.numel(),
         **tile,
     )
     sums = add_columns(parts_PC, weight.dtype).view(num_parameters, -1)
@@ -311,58 +303,52 @@ def norm_backward(
 
 def _setup(ctx, inputs, output) -> None:
     x, residual, weight, bias = inputs[:4]
-    ctx.has_residual = residual is not None
     ctx.x_dtype = x.dtype
+    ctx.has_residual = residual is not None
     total = output[-1] if ctx.has_residual else x
     ctx.save_for_backward(total, weight, output[1], None if bias is None else output[2])
-    # None, not zeros to be read, for a sum or a normalised tensor that nothing used.
+    # None, not zeros to be read, for a sum that nothing used.
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, *grads):
-    grad_y = grads[0]
-    grad_total = grads[-1] if ctx.has_residual else None
+def _gradients(ctx, grad_y, *others):
     if grad_y is None:
-        grad_x = None if grad_total is None else grad_total.to(ctx.x_dtype)
-        return grad_x, grad_total, None, None, None, None
+        grad_y = torch.zeros_like(ctx.saved_tensors[0])
+    grad_total = others[-1] if ctx.has_residual else None
     grad, sums, *grad_x = norm_backward(*ctx.saved_tensors, grad_y, grad_total, ctx.x_dtype)
-    return (
-        grad_x[0] if grad_x else grad,
-        grad if ctx.has_residual else None,
-        *(*sums, None)[:2],
-        None,
-        None,
-    )
+    grad_weight, grad_bias = (*sums, None)[:2]
+    grad_residual = grad if ctx.has_residual else None
+    return *(grad_x or [grad]), grad_residual, grad_weight, grad_bias, None, None
 
 
 norm.register_autograd(_gradients, setup_context=_setup)
 
 
 def normalise(
-    formula: Callable, x: Tensor, residual: Tensor | None, eps: float, **parameters: Tensor
+    x: Tensor, residual: Tensor | None, eps: float, **parameters: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns x normalised or, with a residual, (the sum normalised, the sum): by the kernel, or
-    where none runs by `formula(sum, eps, **parameters)`, of a sum of fp32 or fp64.
+    """Returns x normalised or, with a residual, (the sum normalised, the sum): around the mean if
+    there is a bias beside the weight.
+
+    Where no kernel runs PyTorch's function does, on a sum in fp32 or fp64.
 
     Raises TypeError and ValueError for tensors that do not fit.
     """
     others = parameters if residual is None else {"residual": residual, **parameters}
-    check({"x": x, **others}, may_be_fp32=others)
+    check({"x": x, **others}, may_be_fp32=True)
     for name, tensor in others.items():
         check_shape(name, tensor, *(x.shape if name == "residual" else x.shape[-1:]))
-    weight, bias = parameters["weight"], parameters.get("bias")
-    if bias is not None and bias.dtype != weight.dtype:
-        raise ValueError(
-            f"weight and bias must have one dtype, got {weight.dtype} and {bias.dtype}"
-        )
     dtype = autocast_dtype(x) or (x if residual is None else residual).dtype
     if runs_kernel(x):
         if x.shape[-1] > MAX_COLUMNS:
             raise ValueError(
                 f"the last dimension of x must be at most {MAX_COLUMNS}, got {x.shape[-1]}"
             )
+        weight, bias = parameters["weight"], parameters.get("bias")
         outputs = norm(x, residual, weight, bias, eps, dtype)
         return outputs[0] if residual is None else (outputs[0], outputs[-1])
     total = x if residual is None else x + residual
-    y = formula(wide(total), eps, **parameters).to(dtype)
+    function = F.layer_norm if "bias" in parameters else F.rms_norm
+    widened = {name: wide(tensor) for name, tensor in parameters.items()}
+    y = function(wide(total), x.shape[-1:], **widened, eps=eps).to(dtype)
     return y if residual is None else (y, total)

@@ -3,7 +3,6 @@
 Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
 """
 
-import torch
 from torch import Tensor
 
 from labkit.kernels.norms import normalise
@@ -16,8 +15,8 @@ def rms_norm(
     the sum, the sum).
 
     Args:
-        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768. Without a GPU also fp64 (in
-            plain PyTorch).
+        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768 on a GPU. fp64 in plain
+            PyTorch.
         weight: (C,), dtype of x or fp32.
         residual: of x's shape, dtype of x or fp32, which the sum has; it is rounded before it is
             normalised.
@@ -31,8 +30,4 @@ def rms_norm(
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
-    return normalise(_formula, x, residual, eps, weight=weight)
-
-
-def _formula(x: Tensor, eps: float, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return normalise(x, residual, eps, weight=weight)

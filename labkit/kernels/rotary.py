@@ -21,50 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import check, operator, require_tensors, runs_kernel, wide, wrap_triton
+from labkit.kernels.fused import (
+    check,
+    check_kind,
+    check_shape,
+    operator,
+    runs_kernel,
+    wide,
+    wrap_triton,
+)
 
 # Pairs of a tile: 16 of a thread.
 TILE_PAIRS = 2048
-
-
-@triton.jit
-def _turn(
-    x_ptr,
-    y_ptr,
-    cos_ptr,
-    sin_ptr,
-    stride_b,
-    stride_h,
-    stride_t,
-    num_rows,
-    num_heads,
-    num_tokens,
-    tile,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    """Turns a tile of rows, counted as they are written: by batch, token and head."""
-    rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < num_rows) & (cols < D // 2)
-    tokens = rows // num_heads % num_tokens
-    batches = rows // num_heads // num_tokens
-    x_ptrs = x_ptr + batches.to(tl.int64) * stride_b + tokens.to(tl.int64) * stride_t + cols
-    x_ptrs += (rows % num_heads).to(tl.int64) * stride_h
-    first = tl.load(x_ptrs, mask=inside).to(tl.float32)
-    second = tl.load(x_ptrs + D // 2, mask=inside).to(tl.float32)
-    angles = tokens * D + cols
-    first_cos = tl.load(cos_ptr + angles, mask=inside)
-    second_cos = tl.load(cos_ptr + angles + D // 2, mask=inside)
-    first_sin = tl.load(sin_ptr + angles, mask=inside)
-    second_sin = tl.load(sin_ptr + angles + D // 2, mask=inside)
-    if TRANSPOSED:
-        first_sin, second_sin = -second_sin, -first_sin
-    y_ptrs = y_ptr + rows.to(tl.int64) * D + cols
-    tl.store(y_ptrs, first * first_cos - second * first_sin, mask=inside)
-    tl.store(y_ptrs + D // 2, second * second_cos + first * second_sin, mask=inside)
 
 
 @triton.jit
@@ -91,44 +59,39 @@ def rotary_kernel(
     ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """The first programs turn queries, the others keys."""
-    tile, tiles_q = tl.program_id(0), tl.cdiv(rows_q, ROWS)
+    """The first programs turn a tile of query rows each, the others of key rows; rows are counted
+    as they are written: by batch, token and head.
+    """
+    tile = tl.program_id(0)
+    tiles_q = tl.cdiv(rows_q, ROWS)
     if tile < tiles_q:
-        _turn(
-            q_ptr,
-            turned_q_ptr,
-            cos_ptr,
-            sin_ptr,
-            stride_qb,
-            stride_qh,
-            stride_qt,
-            rows_q,
-            heads_q,
-            num_tokens,
-            tile,
-            D,
-            BLOCK,
-            ROWS,
-            TRANSPOSED,
-        )
+        x_ptr, y_ptr = q_ptr, turned_q_ptr
+        stride_b, stride_h, stride_t = stride_qb, stride_qh, stride_qt
+        num_rows, num_heads = rows_q, heads_q
     else:
-        _turn(
-            k_ptr,
-            turned_k_ptr,
-            cos_ptr,
-            sin_ptr,
-            stride_kb,
-            stride_kh,
-            stride_kt,
-            rows_k,
-            heads_k,
-            num_tokens,
-            tile - tiles_q,
-            D,
-            BLOCK,
-            ROWS,
-            TRANSPOSED,
-        )
+        tile -= tiles_q
+        x_ptr, y_ptr = k_ptr, turned_k_ptr
+        stride_b, stride_h, stride_t = stride_kb, stride_kh, stride_kt
+        num_rows, num_heads = rows_k, heads_k
+    rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (cols < D // 2)
+    tokens = rows // num_heads % num_tokens
+    batches = rows // num_heads // num_tokens
+    x_ptrs = x_ptr + batches.to(tl.int64) * stride_b + tokens.to(tl.int64) * stride_t + cols
+    x_ptrs += (rows % num_heads).to(tl.int64) * stride_h
+    first = tl.load(x_ptrs, mask=inside).to(tl.float32)
+    second = tl.load(x_ptrs + D // 2, mask=inside).to(tl.float32)
+    angles = tokens * D + cols
+    first_cos = tl.load(cos_ptr + angles, mask=inside)
+    second_cos = tl.load(cos_ptr + angles + D // 2, mask=inside)
+    first_sin = tl.load(sin_ptr + angles, mask=inside)
+    second_sin = tl.load(sin_ptr + angles + D // 2, mask=inside)
+    if TRANSPOSED:
+        first_sin, second_sin = -second_sin, -first_sin
+    y_ptrs = y_ptr + rows.to(tl.int64) * D + cols
+    tl.store(y_ptrs, first * first_cos - second * first_sin, mask=inside)
+    tl.store(y_ptrs + D // 2, second * second_cos + first * second_sin, mask=inside)
 
 
 @operator("rotary")
@@ -142,20 +105,19 @@ def _rotary(
     k_BGTD = k_BGTD if k_BGTD.stride(-1) == 1 else k_BGTD.contiguous()
     batch, heads_q, num_tokens, d = q_BHTD.shape
     heads_k = k_BGTD.shape[1]
-    block = triton.next_power_of_2(int(d) // 2)
-    per_tile = max(1, TILE_PAIRS // block)
+    turned_q_BTHD = q_BHTD.new_empty(batch, num_tokens, heads_q, d)
+    turned_k_BTGD = k_BGTD.new_empty(batch, num_tokens, heads_k, d)
     rows_q = batch * num_tokens * heads_q
     rows_k = batch * num_tokens * heads_k
-    like = {"dtype": q_BHTD.dtype, "device": q_BHTD.device}
-    turned_q = torch.empty((batch, num_tokens, heads_q, d), **like).transpose(1, 2)
-    turned_k = torch.empty((batch, num_tokens, heads_k, d), **like).transpose(1, 2)
+    block = triton.next_power_of_2(int(d) // 2)
+    per_tile = max(1, TILE_PAIRS // block)
     wrap_triton(rotary_kernel)[(-(-rows_q // per_tile) + -(-rows_k // per_tile),)](
         q_BHTD,
         k_BGTD,
-        turned_q,
-        turned_k,
-        cos_TD,
-        sin_TD,
+        turned_q_BTHD,
+        turned_k_BTGD,
+        cos_TD.contiguous(),
+        sin_TD.contiguous(),
         *q_BHTD.stride()[:3],
         *k_BGTD.stride()[:3],
         rows_q,
@@ -168,7 +130,7 @@ def _rotary(
         ROWS=per_tile,
         TRANSPOSED=transposed,
     )
-    return turned_q, turned_k
+    return turned_q_BTHD.transpose(1, 2), turned_k_BTGD.transpose(1, 2)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -188,10 +150,10 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     rounded once.
 
     Args:
-        q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (without a GPU also fp64), which is kept,
+        q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (fp64 in plain PyTorch), which is kept,
             under autocast too; the keys may have fewer heads. Strides are any, best those of a
             projection's output, viewed.
-        cos_TD, sin_TD: cosines and sines, fp32, contiguous, at least T rows.
+        cos_TD, sin_TD: cosines and sines, fp32, at least T rows of D.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit; an odd or empty last
@@ -200,27 +162,16 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
     check({"q": q_BHTD, "k": k_BGTD})
-    if q_BHTD.dim() != 4 or k_BGTD.dim() != 4 or q_BHTD.shape[-1] % 2:
+    if q_BHTD.dim() != 4 or k_BGTD.dim() != 4 or q_BHTD.shape[3] % 2:
         raise ValueError(
             f"q and k must be (B, H, T, even D), got {tuple(q_BHTD.shape)} and "
             f"{tuple(k_BGTD.shape)}"
         )
-    if (k_BGTD.shape[0], *k_BGTD.shape[2:]) != (q_BHTD.shape[0], *q_BHTD.shape[2:]):
-        raise ValueError(
-            f"k must be as q but for the heads, {tuple(q_BHTD.shape)}, got {tuple(k_BGTD.shape)}"
-        )
-    num_tokens, d = q_BHTD.shape[-2:]
-    tables = {"cos": cos_TD, "sin": sin_TD}
-    require_tensors(tables)
-    for name, table in tables.items():
-        has_rows = table.dim() == 2 and table.shape[0] >= num_tokens and table.shape[1] == d
-        kind = (table.dtype, table.device, table.is_contiguous())
-        if not has_rows or kind != (torch.float32, q_BHTD.device, True):
-            raise ValueError(
-                f"{name} must be contiguous torch.float32 on {q_BHTD.device}, at least "
-                f"{num_tokens} rows of {d}, got {table.dtype} on {table.device}, "
-                f"{tuple(table.shape)}"
-            )
+    batch, _, num_tokens, d = q_BHTD.shape
+    check_shape("k", k_BGTD, batch, k_BGTD.shape[1], num_tokens, d)
+    for name, table in {"cos": cos_TD, "sin": sin_TD}.items():
+        check_kind(name, table, [torch.float32], like=q_BHTD)
+        check_shape(name, table, max(num_tokens, len(table)), d)
     if runs_kernel(q_BHTD):
         return _rotary(q_BHTD, k_BGTD, cos_TD, sin_TD, False)
     return tuple(_formula(x, cos_TD[:num_tokens], sin_TD[:num_tokens]) for x in (q_BHTD, k_BGTD))

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import check, check_shape, operator, runs_kernel, wrap_triton
+from labkit.kernels.fused import check, check_shape, load_fp32, operator, runs_kernel, wrap_triton
 
 # 16 × 256 fp32 elements are 32 registers per thread at 4 warps: enough loads in flight to fill the
 # memory pipe, far from the 255 registers of a thread. Smaller D takes one tile of the next power of
 # two.
-BLOCK_N = 16
+BLOCK_N = tl.constexpr(16)
 MAX_BLOCK_D = 256
 
 
@@ -35,7 +35,6 @@ def weighted_sum_fwd_kernel(
     stride_wd,
     num_rows,
     dim,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One program sums BLOCK_N rows, a BLOCK_D-wide tile at a time, in fp32."""
@@ -66,7 +65,6 @@ def weighted_sum_bwd_kernel(
     stride_gyn,
     num_rows,
     dim,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One program writes its rows of ∂x and its own row of partial sums of ∂w: no atomics, so
@@ -74,31 +72,28 @@ def weighted_sum_bwd_kernel(
     """
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    grad_y = tl.load(grad_y_ptr + rows * stride_gyn, mask=rows < num_rows, other=0.0).to(tl.float32)
+    grad_y = load_fp32(grad_y_ptr + rows * stride_gyn, rows < num_rows)[:, None]
     for start in range(0, dim, BLOCK_D):
         cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-        x = tl.load(
-            x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, mask=inside, other=0.0
-        )
-        weight = tl.load(weight_ptr + cols * stride_wd, mask=cols < dim, other=0.0).to(tl.float32)
-        grad_x = grad_y[:, None] * weight[None, :]
-        tl.store(grad_x_ptr + rows[:, None] * dim + cols[None, :], grad_x, mask=inside)
-        partial = tl.sum(grad_y[:, None] * x.to(tl.float32), axis=0)
+        x = load_fp32(x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, inside)
+        weight = load_fp32(weight_ptr + cols * stride_wd, cols < dim)[None, :]
+        tl.store(grad_x_ptr + rows[:, None] * dim + cols[None, :], grad_y * weight, mask=inside)
+        partial = tl.sum(grad_y * x, axis=0)
         tl.store(partial_grad_weight_ptr + tile * dim + cols, partial, mask=cols < dim)
 
 
-def _blocks(dim: int) -> dict[str, int]:
-    return {"BLOCK_N": BLOCK_N, "BLOCK_D": min(MAX_BLOCK_D, triton.next_power_of_2(int(dim)))}
+def _block(dim: int) -> int:
+    return min(MAX_BLOCK_D, triton.next_power_of_2(int(dim)))
 
 
 @operator("weighted_sum")
 def weighted_sum_forward(x_ND: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the weighted sums (N,) of the rows of x (N, D), dtype of x, summed in fp32."""
     num_rows, dim = x_ND.shape
-    y_N = torch.empty(num_rows, dtype=x_ND.dtype, device=x_ND.device)
-    wrap_triton(weighted_sum_fwd_kernel)[(-(-num_rows // BLOCK_N),)](
-        x_ND, weight_D, y_N, *x_ND.stride(), *weight_D.stride(), num_rows, dim, **_blocks(dim)
+    y_N = x_ND.new_empty(num_rows)
+    wrap_triton(weighted_sum_fwd_kernel)[(-(-num_rows // BLOCK_N.value),)](
+        x_ND, weight_D, y_N, *x_ND.stride(), *weight_D.stride(), num_rows, dim, BLOCK_D=_block(dim)
     )
     return y_N
 
@@ -109,9 +104,9 @@ def weighted_sum_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x (N, D) and of the weight (D,), in their dtypes."""
     num_rows, dim = x_ND.shape
-    num_tiles = -(-num_rows // BLOCK_N)
-    grad_x_ND = torch.empty((num_rows, dim), dtype=x_ND.dtype, device=x_ND.device)
-    partial_TD = torch.empty((num_tiles, dim), dtype=torch.float32, device=x_ND.device)
+    num_tiles = -(-num_rows // BLOCK_N.value)
+    grad_x_ND = x_ND.new_empty(num_rows, dim)
+    partial_TD = x_ND.new_empty(num_tiles, dim, dtype=torch.float32)
     wrap_triton(weighted_sum_bwd_kernel)[(num_tiles,)](
         x_ND,
         weight_D,
@@ -123,7 +118,7 @@ def weighted_sum_backward(
         *grad_y_N.stride(),
         num_rows,
         dim,
-        **_blocks(dim),
+        BLOCK_D=_block(dim),
     )
     return grad_x_ND, partial_TD.sum(dim=0).to(weight_D.dtype)
 
@@ -155,6 +150,7 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     check_shape("weight", weight, x.shape[-1])
     if not runs_kernel(x):
         raise ValueError(
-            f"x must be a CUDA tensor, or TRITON_INTERPRET=1 set; got a tensor on {x.device}"
+            f"x must be fp32, bf16 or fp16 on a CUDA device, or TRITON_INTERPRET=1 set; got "
+            f"{x.dtype} on {x.device}"
         )
     return weighted_sum_forward(x.reshape(-1, x.shape[-1]), weight).view(x.shape[:-1])

@@ -8,6 +8,7 @@ differ by up to 2×. These four times say which host a session had.
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -62,28 +63,15 @@ and additions in plain Python.
 
 def unavailable(name: str, device_kind: str) -> str | None:
     """Returns why a probe cannot be taken on this device, None if it can."""
-    if name == "triton_launch":
-        if triton is None:
-            return "Triton is not installed"
-        if device_kind != "cuda":
-            return f"Triton launches on CUDA only; this is {device_kind}"
-    return None
+    if name != "triton_launch":
+        return None
+    if triton is None:
+        return "Triton is not installed"
+    return None if device_kind == "cuda" else f"Triton launches on CUDA only; this is {device_kind}"
 
 
-def probe(name: str, device_kind: str) -> Timing:
-    """Returns the host's time of one call, the device not waited for; a sample is the mean of
-    NUM_CALLS in a row.
-
-    Args:
-        name: one of PROBES; device_kind: where the operand is.
-
-    Raises:
-        ValueError: an unknown name, or a probe that cannot be taken here.
-    """
-    if name not in PROBES:
-        raise ValueError(f"unknown probe {name!r}; accepted: {', '.join(PROBES)}")
-    if reason := unavailable(name, device_kind):
-        raise ValueError(f"{name}: {reason}")
+def _work(name: str, device_kind: str) -> Callable[[], None]:
+    """Returns what makes NUM_CALLS of a probe's calls in a row."""
     call = _CALLS[name]
     x = torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
 
@@ -91,15 +79,25 @@ def probe(name: str, device_kind: str) -> Timing:
         for _ in itertools.repeat(None, NUM_CALLS):
             call(x)
 
+    return calls
+
+
+def probe(name: str, device_kind: str) -> Timing:
+    """Returns the host's time of one call, the device not waited for; a sample is the mean of
+    NUM_CALLS in a row.
+
+    Args:
+        name: one of PROBES that is not `unavailable`; device_kind: where the operand is.
+    """
+
     def drained() -> tuple:
         synchronize(device_kind)
         return ()
 
     # To the timer this is work of the CPU, so it does not wait for the device; `drained` does,
     # before each sample.
-    timing = time_callable(
-        calls, inputs=drained, device_kind="cpu", method="host", time_limit_s=0.2
-    )
+    work = _work(name, device_kind)
+    timing = time_callable(work, inputs=drained, device_kind="cpu", time_limit_s=0.2)
     one = tuple(sample_ms / NUM_CALLS for sample_ms in timing.samples_ms)
     return replace(timing, samples_ms=one, host_ms=one)
 
@@ -108,13 +106,11 @@ def operator_us(device_kind: str) -> float:
     """Returns what the probe "operator" (µs) takes now, in 5 ms: a host's speed can change within
     minutes.
     """
-    call = _CALLS["operator"]
-    x = torch.ones(64, device=device_kind)
+    work = _work("operator", device_kind)
     samples_s = []
     for _ in range(5):
         synchronize(device_kind)
         begin = time.perf_counter()
-        for _ in itertools.repeat(None, NUM_CALLS):
-            call(x)
-        samples_s.append((time.perf_counter() - begin) / NUM_CALLS)
-    return 1e6 * statistics.median(samples_s)
+        work()
+        samples_s.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(samples_s) / NUM_CALLS

@@ -3,24 +3,24 @@ backward.
 
 | device | bytes in use come from |
 |---|---|
-| cuda | the caching allocator: its counters, and its recorded history |
+| cuda | the caching allocator: its counters, and a snapshot of its recorded history |
 | cpu  | the profiler's memory events: every allocation and free of PyTorch's CPU allocator |
 
-Both give every allocation and free in order: a `History`, which can be drawn.
+Both give every allocation and free in order: a `History`, which can be drawn. Its bytes are those
+that tensors asked for; those of `Usage` are CUDA's blocks, which are larger by up to 512 bytes, or
+by up to 1 MiB where a cached block stays unsplit.
 """
 
 import contextlib
 import gc
-import linecache
-import math
-import sys
-import traceback
-from bisect import bisect_right, insort
+import io
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE_KINDS = ("cuda", "cpu")
 
@@ -106,12 +105,6 @@ class History:
         ends = [position for _, position in self.marks[1:]] + [self.num_events]
         return [(name, begin, end) for (name, begin), end in zip(self.marks, ends, strict=True)]
 
-    def phase_at(self, position: int) -> str:
-        """Returns the phase of the event at `position`; "before" if it precedes the first mark."""
-        return next(
-            (name for name, begin, end in self.phases() if begin <= position < end), "before"
-        )
-
     def series(
         self, category: Callable[[Allocation], str], num_points: int
     ) -> tuple[list[int], dict[str, list[int]]]:
@@ -152,18 +145,17 @@ def pair_events(
     ended = []
     for position, (address, num_bytes, frame) in enumerate(events):
         block = alive.pop(address, None)
-        if num_bytes >= 0:
-            if block:
-                raise SnapshotError(f"event {position} allocates {address:#x}, which is in use")
-            alive[address] = Allocation(address, num_bytes, position, None, frame)
-        else:
-            in_use = block.num_bytes if block else 0
-            if in_use != -num_bytes:
-                raise SnapshotError(
-                    f"event {position} frees {-num_bytes} bytes at {address:#x}, where {in_use} "
-                    "are in use"
-                )
+        in_use = block.num_bytes if block else 0
+        if in_use != max(0, -num_bytes):
+            change = "frees" if num_bytes < 0 else "allocates"
+            raise SnapshotError(
+                f"event {position} {change} {abs(num_bytes)} bytes at {address:#x}, where {in_use} "
+                "are in use"
+            )
+        if block:
             ended.append(replace(block, end=position))
+        else:
+            alive[address] = Allocation(address, num_bytes, position, None, frame)
     return sorted([*ended, *alive.values()], key=lambda allocation: allocation.begin)
 
 
@@ -180,78 +172,71 @@ def in_use_before(
     return before
 
 
-ROUNDING = 512
-"""CUDA's allocator hands out multiples of this many bytes."""
-
-LARGEST_SMALL = 2**20
-"""Blocks of up to this size lie in segments of their own, and are cut if ROUNDING bytes are left;
-larger ones if more than LARGEST_SMALL is. Otherwise the whole block counts as in use.
-Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp.
-"""
+LIMIT = 2**60
+"""No device has an address or an allocation of this size."""
 
 
-def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
-    """Returns the history of CUDA's caching allocator with the bytes that it counts as in use.
+def _history(snapshot: dict, device: int) -> History:
+    """Returns what a snapshot of CUDA's allocator holds of a device: what was in use when its trace
+    began, and the trace.
 
-    A trace holds the bytes requested; the allocator counts those of the block that it gave.
-
-    Args:
-        segments: those of a snapshot taken when the recording began.
-        trace: the events since, in order, as in a snapshot's "device_traces".
-
-    Raises SnapshotError where the events do not fit the segments.
+    Raises SnapshotError for numbers that no device has.
     """
-    in_use: dict[int, int] = {}  # bytes by address
-    # Sorted addresses where a block in use begins or a segment ends: free memory ends at the next.
-    borders: list[int] = []
-    for segment in segments:
-        address = segment["address"]
-        for block in segment["blocks"]:
-            if block["state"] != "inactive":
-                in_use[address] = block["size"]
-                borders.append(address)
-            address += block["size"]
-        borders.append(address)
-    borders.sort()
-    before = dict(in_use)
-    events: list[tuple[int, int, str]] = []
-    for number, entry in enumerate(trace):
-        action = entry["action"]
-        address = entry["addr"]
-        num_bytes = entry["size"]
-        if action.startswith(("segment_map", "segment_unmap")):
-            raise SnapshotError("segments that grow (expandable_segments) cannot be followed")
-        try:
-            if action == "segment_alloc":
-                insort(borders, address + num_bytes)
-            elif action == "segment_free":
-                borders.remove(address + num_bytes)
-            elif action == "alloc":
-                free_bytes = borders[bisect_right(borders, address)] - address
-                in_use[address] = _given_bytes(num_bytes, free_bytes)
-                insort(borders, address)
-                events.append((address, in_use[address], frame_text(entry.get("frames", ()))))
-            elif action == "free_requested":  # from here on `memory_allocated` does not count it
-                events.append((address, -in_use[address], ""))
-            elif action == "free_completed":
-                del in_use[address]
-                borders.remove(address)
-        except (KeyError, IndexError, ValueError):
-            raise SnapshotError(
-                f"event {number} of the trace, {action} at {address:#x}, fits no block"
-            ) from None
-    return History(pair_events(events, before), len(events))
+
+    def number(value: int) -> int:
+        if not 0 <= index(value) < LIMIT:
+            raise SnapshotError(f"an address or a size is {value}; accepted: 0 to {LIMIT - 1}")
+        return value
+
+    in_use = {}  # bytes by address
+    for segment in snapshot["segments"]:
+        if segment.get("device", 0) == device:
+            address = number(segment["address"])
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    in_use[address] = number(block.get("requested_size", block["size"]))
+                address += number(block["size"])
+    events = []
+    for entry in snapshot["device_traces"][device]:
+        # From its request on, a block that is freed no longer counts as in use.
+        sign = {"alloc": 1, "free_requested": -1}.get(entry["action"])
+        if sign:
+            frame = frame_text(entry.get("frames", ()))
+            events.append((number(entry["addr"]), sign * number(entry["size"]), frame))
+    return History(pair_events(events, in_use_before(events, in_use)), len(events))
 
 
-def _given_bytes(requested_bytes: int, free_bytes: int) -> int:
-    """Returns the bytes that the allocator gives of a free block; ValueError if it is too small."""
-    rounded_bytes = -(-requested_bytes // ROUNDING) * ROUNDING
-    left_bytes = free_bytes - rounded_bytes
-    if left_bytes < 0:
-        raise ValueError(f"{free_bytes} bytes are free")
-    is_small = rounded_bytes <= LARGEST_SMALL
-    is_cut = left_bytes >= ROUNDING if is_small else left_bytes > LARGEST_SMALL
-    return rounded_bytes if is_cut else free_bytes
+class _PlainUnpickler(pickle._Unpickler):
+    """Builds containers, strings and numbers; refuses whatever a pickle names, which is how it
+    would execute something.
+
+    It is the unpickler written in Python, which reserves nothing for a number that a file only
+    claims.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise SnapshotError(f"it names {module}.{name}, and a snapshot holds no code")
+
+
+def read_history(path: Path | str) -> History:
+    """Returns the history in a file that `torch.cuda.memory._dump_snapshot` wrote, of the device on
+    which most happened, or which has most in use. Nothing in the file is executed.
+
+    Without a recorded trace the history has no events, only what was in use.
+
+    Raises:
+        SnapshotError: the file cannot be read, is not a pickle of containers, strings and numbers
+            alone, or not a snapshot; the message names the file and what was found.
+    """
+    try:
+        snapshot = _PlainUnpickler(io.BytesIO(Path(path).read_bytes())).load()
+        histories = [_history(snapshot, n) for n in range(len(snapshot["device_traces"]))]
+        return max(histories, key=lambda history: (history.num_events, history.peak_bytes))
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: refused: {error!s:.400}") from None
+    except Exception as error:  # what a broken file runs into, in the unpickler or here
+        reason = f"{type(error).__name__}: {error}"
+        raise SnapshotError(f"{path}: not an allocator snapshot ({reason:.400})") from None
 
 
 def frame_text(frames: Sequence[dict]) -> str:
@@ -273,15 +258,11 @@ class Usage:
         peak_bytes: the most at any moment of the call.
         kept_bytes: still in use after it, with its result; negative if the call freed more than it
             allocated.
-        requested_bytes: the part of kept_bytes that tensors asked for. CUDA's caching allocator
-            adds to it: it rounds sizes up to 512 bytes and leaves up to 1 MiB of a cached block
-            unsplit.
         result: what it returned.
     """
 
     peak_bytes: int
     kept_bytes: int
-    requested_bytes: int
     result: Any
 
 
@@ -297,37 +278,34 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
     gc.collect()
     if device_kind == "cuda":
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        requested_before = _requested_bytes()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()
         result = function()
         torch.cuda.synchronize()
+        after = torch.cuda.memory_stats()
+        allocated = "allocated_bytes.all.current"
         return Usage(
-            peak_bytes=torch.cuda.max_memory_allocated() - before,
-            kept_bytes=torch.cuda.memory_allocated() - before,
-            requested_bytes=_requested_bytes() - requested_before,
+            peak_bytes=after["allocated_bytes.all.peak"] - before[allocated],
+            kept_bytes=after[allocated] - before[allocated],
             result=result,
         )
     with Recorder(device_kind) as recorder:
         result = function()
     totals = recorder.history.totals() - recorder.history.totals()[0]
-    kept_bytes = int(totals[-1])
-    return Usage(int(totals.max()), kept_bytes, kept_bytes, result)
+    return Usage(int(totals.max()), int(totals[-1]), result)
 
 
-def _requested_bytes() -> int:
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
-
-
-_POSITION = "labkit position "
+_MARK = "labkit mark: "
+"""Begins the name under which the CPU's profiler sees a mark."""
 
 
 class Recorder:
     """Records every allocation and free while a `with` block runs; `history` holds them afterwards.
 
-    On CUDA `history.reported_peak_bytes` is `max_memory_allocated` of the block, and the history
-    includes all that was in use before. On the CPU it comes from the profiler's running total, and
-    of what was in use before the history includes `resident` and whatever was freed in the block.
+    On CUDA `history.reported_peak_bytes` is the allocator's own count of the bytes asked for, and
+    the history includes all that was in use before. On the CPU it comes from the profiler's running
+    total, and of what was in use before the history includes `resident` and whatever was freed in
+    the block.
 
     Args:
         device_kind: "cuda" or "cpu".
@@ -344,47 +322,27 @@ class Recorder:
             raise ValueError(
                 f"memory of device {device_kind!r} cannot be recorded; accepted: {accepted}"
             )
-        self.device_kind = device_kind
+        self._is_cuda = device_kind == "cuda"
         self._resident = {
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in resident
         }
         self.history = History([], 0)
         self._marks: list[tuple[str, int]] = []
-        self._num_positions = 0
-        self._events_before: dict[int, int] = {}  # by the number of the position
 
     def mark(self, name: str) -> None:
         """Begins the phase called `name`."""
-        self._marks.append((name, self.position()))
-
-    def position(self) -> int:
-        """Returns a number for this moment, which `position_of` later turns into a position in the
-        history.
-        """
-        if self.device_kind == "cuda":
-            return self._num_allocator_events()
-        with record_function(f"{_POSITION}{self._num_positions}"):
-            self._num_positions += 1
-        return self._num_positions - 1
-
-    def position_of(self, moment: int) -> int:
-        """Returns how many recorded events came before a moment that `position` gave."""
-        return (
-            moment - self._first_event
-            if self.device_kind == "cuda"
-            else self._events_before[moment]
-        )
+        if self._is_cuda:
+            self._marks.append((name, self._num_allocator_events() - self._first_event))
+        else:
+            with record_function(f"{_MARK}{name}"):
+                pass
 
     def __enter__(self) -> "Recorder":
         gc.collect()
-        if self.device_kind == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize()
             torch.cuda.memory._record_memory_history(None)
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
-            segments = torch.cuda.memory._snapshot()["segments"]
-            self._segments = [
-                segment for segment in segments if segment["device"] == torch.cuda.current_device()
-            ]
             self._first_event = self._num_allocator_events()
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -393,26 +351,20 @@ class Recorder:
         return self
 
     def __exit__(self, error_type, *error) -> None:
-        is_cuda = self.device_kind == "cuda"
-        if not is_cuda:
-            self._profile.__exit__(error_type, *error)
         try:
+            if not self._is_cuda:
+                self._profile.__exit__(error_type, *error)
             if error_type is None:
-                self.history = self._cuda_history() if is_cuda else self._cpu_history()
-                self.history.marks = [(name, self.position_of(at)) for name, at in self._marks]
+                self.history = self._cuda_history() if self._is_cuda else self._cpu_history()
+                self.history.marks = self._marks
         finally:
-            if is_cuda:
+            if self._is_cuda:
                 torch.cuda.memory._record_memory_history(None)
 
     def _cuda_history(self) -> History:
         torch.cuda.synchronize()
-        peak_bytes = torch.cuda.max_memory_allocated()
-        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        # Taking the first snapshot is an event of its own; the block begins after it.
-        actions = [entry["action"] for entry in trace]
-        begin = actions.index("snapshot") + 1 if "snapshot" in actions else 0
-        history = history_since(self._segments, trace[begin:])
-        history.reported_peak_bytes = peak_bytes
+        history = _history(torch.cuda.memory._snapshot(), torch.cuda.current_device())
+        history.reported_peak_bytes = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         return history
 
     def _cpu_history(self) -> History:
@@ -420,8 +372,8 @@ class Recorder:
         totals = []  # as the profiler reports them
         tree = self._profile.kineto_results.experimental_event_tree()
         for event in sorted(_flat(tree), key=lambda event: event.start_time_ns):
-            if event.name.startswith(_POSITION):
-                self._events_before[int(event.name.removeprefix(_POSITION))] = len(events)
+            if event.name.startswith(_MARK):
+                self._marks.append((event.name.removeprefix(_MARK), len(events)))
             elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
                 memory = event.extra_fields
                 events.append((memory.ptr, memory.alloc_size, ""))
@@ -449,22 +401,6 @@ def _flat(events: Sequence) -> Iterator:
         yield from _flat(event.children)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """What made an allocation.
-
-    Attributes:
-        operator: PyTorch's operator, "aten.mm"; "" outside of any.
-        module: path of the innermost module whose forward or backward pass made it.
-        frame: "file.py:line function" in the forward pass; code: the text of that line.
-    """
-
-    operator: str = ""
-    module: str = ""
-    frame: str = ""
-    code: str = ""
-
-
 @contextlib.contextmanager
 def _module_path(model: nn.Module) -> Iterator[list[str]]:
     """Gives a list whose last entry is the path of the innermost module in its forward pass, "" for
@@ -481,65 +417,6 @@ def _module_path(model: nn.Module) -> Iterator[list[str]]:
             hooks.callback(enter.remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield path
-
-
-class OwnerLog(TorchDispatchMode):
-    """Notes the module and line behind each operator, so that allocations have an owner.
-
-    A backward operator belongs to the line that made its autograd node, known by the node's
-    sequence number.
-
-    Args:
-        recorder: gives the positions; the log is used inside its block.
-        model: the model whose modules are named.
-    """
-
-    def __init__(self, recorder: Recorder, model: nn.Module):
-        super().__init__()
-        self._recorder = recorder
-        self._notes: list[tuple[int, Owner]] = []
-        self._by_node: dict[int, Owner] = {}
-        self._hooks = contextlib.ExitStack()
-        self._path = self._hooks.enter_context(_module_path(model))
-
-    def close(self) -> None:
-        """Removes the hooks from the model."""
-        self._hooks.close()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        operator = str(function).rsplit(".", 1)[0]
-        node = torch._C._current_autograd_node()
-        if node is None:
-            owner = Owner(operator, self._path[-1], *_calling_line())
-            # The operator's node exists by now; later operators may make none.
-            self._by_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, owner)
-        else:
-            owner = replace(self._by_node.get(node._sequence_nr(), Owner()), operator=operator)
-        self._notes.append((self._recorder.position(), owner))
-        return function(*args, **(kwargs or {}))
-
-    def owners(self) -> list[Owner]:
-        """Returns the owner of each event of the recorder's history, once it has ended."""
-        positions = [self._recorder.position_of(moment) for moment, _ in self._notes]
-        owners = [Owner(), *(owner for _, owner in self._notes)]
-        moments = np.arange(self._recorder.history.num_events)
-        num_notes_before = np.searchsorted(positions, moments, side="right")
-        return [owners[number] for number in num_notes_before]
-
-
-_FRAMES_TO_PASS = (str(Path(torch.__file__).parent), __file__)
-
-
-def _calling_line() -> tuple[str, str]:
-    """Returns "file.py:line function" of the innermost frame outside PyTorch and this module, and
-    the line's text.
-    """
-    for frame, line in traceback.walk_stack(sys._getframe()):
-        path = frame.f_code.co_filename
-        if path.endswith(".py") and not path.startswith(_FRAMES_TO_PASS):
-            place = frame_text([{"filename": path, "line": line, "name": frame.f_code.co_name}])
-            return place, linecache.getline(path, line).strip()
-    return "", ""
 
 
 @dataclass(frozen=True)
@@ -626,14 +503,3 @@ def saved_bytes(saved: Sequence[Residual]) -> int:
     anyway.
     """
     return sum(one.num_bytes for one in saved if one.is_new and not one.is_resident)
-
-
-def packed_bytes(saved: Sequence[Residual]) -> int:
-    """Returns the bytes of all residuals that are not kept anyway, each counted as often as it is
-    saved.
-    """
-    return sum(
-        math.prod(one.shape) * getattr(torch, one.dtype).itemsize
-        for one in saved
-        if not one.is_resident
-    )

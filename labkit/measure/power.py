@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from labkit.measure.timing import synchronize
-from labkit.monitor import Monitor, Reading, throttle_reasons
+from labkit.monitor import Monitor, Reading
 
 BATCH_S = 0.02
 """Calls are issued in batches of about this length, at most two of them in the queue."""
@@ -45,14 +45,12 @@ class Sustained:
         metrics: a record's metrics, without those that could not be measured.
         telemetry: what else a record keeps: `num_calls`, length of window and warm-up, `drift` and
             `clock_drift` (by which fraction the time per call, and the SM clock where it can be
-            read, changed from the window's first half to its second), highest temperature; in
-            `no_energy` why there are no watts.
-        load: `Monitor.summary` of window and warm-up.
+            read, changed from the window's first half to its second), in `no_energy` why there are
+            no watts, and `Monitor.summary` of window and warm-up.
     """
 
     metrics: dict[str, float | int]
     telemetry: dict[str, Any]
-    load: dict[str, Any]
 
 
 def sustained(
@@ -76,17 +74,7 @@ def sustained(
         calls_per_function: how many calls one is, for the replay of a graph of several.
         flops, num_bytes: what one call computes and moves.
 
-    Raises:
-        ValueError: a time or a number of calls that is not positive.
     """
-    limits = {
-        "warmup_s": warmup_s,
-        "window_s": window_s,
-        "calls_per_function": calls_per_function,
-    }
-    for name, value in limits.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; accepted: a number above 0")
     start = math.inf
 
     def wants_energy(time_s: float) -> bool:
@@ -98,10 +86,10 @@ def sustained(
     with Monitor(device_kind, READING_INTERVAL_S, wants_energy) as monitor:
         begin = time.perf_counter()
         batch = 1
-        batch_s = min(_batches_s(function, batch, 0.0, device_kind))
-        while batch_s < BATCH_S and time.perf_counter() - begin < warmup_s:
+        while min(_batches_s(function, batch, 0.0, device_kind)) < BATCH_S:
+            if time.perf_counter() - begin >= warmup_s:
+                break
             batch *= 2
-            batch_s = min(_batches_s(function, batch, 0.0, device_kind))
         left_s = warmup_s - (time.perf_counter() - begin)
         if left_s > 0:
             _batches_s(function, batch, left_s, device_kind)
@@ -111,37 +99,36 @@ def sustained(
     readings = [reading for reading in monitor.readings if start <= reading.time_s <= end]
     clocks = [reading.sm_clock_mhz for reading in readings if reading.sm_clock_mhz]
     watts, no_energy = _power(readings, end - start, device_kind)
-    temperatures_c = [one.temperature_c for one in readings if one.temperature_c is not None]
     num_calls = batch * calls_per_function * len(batches_s)
     ms_per_call = 1e3 * sum(batches_s) / num_calls
-    joules = watts * ms_per_call * 1e-3 if watts else None
     drift = _drift(batches_s)
     clock_drift = _drift(clocks)
     metrics = {
         "sustained_ms": ms_per_call,
         "steady": int(max(drift, clock_drift) <= STEADY),
-        "sustained_tflops": flops / ms_per_call / 1e9 if flops else None,
-        "sustained_gb_per_s": num_bytes / ms_per_call / 1e6 if num_bytes else None,
-        "joules": joules,
-        "watts": watts,
-        "tflop_per_joule": flops / joules / 1e12 if flops and joules else None,
-        "sm_clock_mhz": statistics.median(clocks) if clocks else None,
     }
     telemetry = {
+        **monitor.summary,
         "num_calls": num_calls,
         "window_s": sum(batches_s),
         "warmup_s": start - begin,
         "drift": drift,
         "clock_drift": clock_drift,
-        "temperature_c": max(temperatures_c, default=None),
-        "throttle_reasons": throttle_reasons(readings),
-        "no_energy": no_energy or None,
     }
-    return Sustained(_measured(metrics), _measured(telemetry), monitor.summary)
-
-
-def _measured(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    if flops:
+        metrics["sustained_tflops"] = flops / ms_per_call / 1e9
+    if num_bytes:
+        metrics["sustained_gb_per_s"] = num_bytes / ms_per_call / 1e6
+    if clocks:
+        metrics["sm_clock_mhz"] = statistics.median(clocks)
+    if no_energy:
+        telemetry["no_energy"] = no_energy
+    else:
+        joules = watts * ms_per_call * 1e-3
+        metrics |= {"joules": joules, "watts": watts}
+        if flops:
+            metrics["tflop_per_joule"] = flops / joules / 1e12
+    return Sustained(metrics, telemetry)
 
 
 def _batches_s(
@@ -187,21 +174,17 @@ def _drift(values: Sequence[float]) -> float:
     return abs(statistics.fmean(values[half:]) / statistics.fmean(values[:half]) - 1)
 
 
-def _power(
-    readings: Sequence[Reading], window_s: float, device_kind: str
-) -> tuple[float | None, str]:
-    """Returns the mean watts between the first and the last step seen of the energy counter, or
-    None and why.
+def _power(readings: Sequence[Reading], window_s: float, device_kind: str) -> tuple[float, str]:
+    """Returns the mean watts between the first and the last step seen of the energy counter, and
+    why there are none.
     """
     if device_kind != "cuda":
-        return None, f"no energy counter is read on {device_kind}"
+        return 0.0, f"no energy counter is read on {device_kind}"
     if "MIG" in torch.cuda.get_device_name(0).split():
-        return None, "the energy counter is of the whole GPU, not of its MIG slice"
-    if not readings:
-        return None, "NVML gave no readings"
+        return 0.0, "the energy counter is of the whole GPU, not of its MIG slice"
     counts = [reading for reading in readings if reading.energy_mj is not None]
     if not counts:
-        return None, "this GPU or driver has no energy counter"
+        return 0.0, "this GPU or driver has no energy counter"
     steps = [
         after
         for before, after in itertools.pairwise(counts)
@@ -209,8 +192,8 @@ def _power(
         if after.time_s - before.time_s < ENDS_S and after.energy_mj != before.energy_mj
     ]
     if not steps or steps[-1].time_s - steps[0].time_s < window_s / 2:
-        return None, "the energy counter advanced too seldom"
+        return 0.0, "the energy counter advanced too seldom"
     joules = 1e-3 * (steps[-1].energy_mj - steps[0].energy_mj)
-    if joules <= 0:
-        return None, "the energy counter went backwards"
+    if joules < 0:
+        return 0.0, "the energy counter went backwards"
     return joules / (steps[-1].time_s - steps[0].time_s), ""

@@ -24,7 +24,6 @@ launches do.
 
 import contextlib
 import functools
-import gzip
 import hashlib
 import json
 import os
@@ -34,9 +33,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.parse
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,20 +196,6 @@ def distinct_names(names: Iterable[str]) -> dict[str, str]:
     return short
 
 
-_OPERATION_COLUMNS = [
-    "name",
-    "kind",
-    "start_ns",
-    "end_ns",
-    "duration_ns",
-    "stream",
-    "process",
-    "thread",
-    "launched_ns",
-]
-_RANGE_COLUMNS = ["name", "start_ns", "end_ns", "process", "thread"]
-
-
 @dataclass(frozen=True)
 class Trace:
     """What a capture holds.
@@ -221,9 +204,9 @@ class Trace:
         source: "nsys", "kineto" (CUDA kernels by torch.profiler) or "kineto cpu" (its CPU
             operators).
         version: of the profiler.
-        operations: one row per kernel, copy or CPU operator; `launched_ns` (host) is NaN where no
-            launch is known.
-        ranges: name, start, end, process, thread.
+        operations: one row per kernel, copy or CPU operator, on a process's thread; `launched_ns`
+            (host) is NaN where no launch is known.
+        ranges: name, start_ns, end_ns, process, thread.
         total_ns: sum of the kernels' (operators') times in the capture, to check the table against.
     """
 
@@ -235,63 +218,69 @@ class Trace:
 
 
 def _trace(source: str, version: str, operations: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
-    """Returns a Trace; raises ProfileError where it would not make sense."""
+    """Returns a Trace; raises ProfileError for one that would say nothing, or is impossible."""
     kernels = operations[~operations["kind"].isin(["memcpy", "memset"])]
     if kernels["launched_ns"].isna().all():
-        raise ProfileError("holds no launch of a kernel")
+        raise ProfileError("holds no launch of a kernel and no operator")
     if ranges.empty:
-        raise ProfileError(f"holds no {'NVTX ' if source == 'nsys' else ''}range")
+        raise ProfileError("holds no range")
     for frame in (operations, ranges):
-        is_possible = frame["start_ns"] <= frame["end_ns"]
-        if source == "nsys":
-            # Beyond 2^53 ns (104 days) times would not be exact in floating point.
-            is_possible &= (frame["start_ns"] >= -(1 << 53)) & (frame["end_ns"] <= 1 << 53)
-        if not is_possible.all():
-            name, start_ns, end_ns = frame.loc[~is_possible, ["name", "start_ns", "end_ns"]].iloc[0]
-            raise ProfileError(f"has {name!r:.60} from {start_ns} to {end_ns} ns")
-    return Trace(
-        source,
-        version,
-        operations[_OPERATION_COLUMNS],
-        ranges[_RANGE_COLUMNS],
-        total_ns=int(kernels["duration_ns"].sum()),
-    )
+        if (frame["start_ns"] > frame["end_ns"]).any():
+            raise ProfileError("has an event that ends before it starts")
+    return Trace(source, version, operations, ranges, int(kernels["duration_ns"].sum()))
 
 
-def _device_trace(
-    source: str,
-    version: str,
-    operations: pd.DataFrame,
-    calls: pd.DataFrame,
-    ranges: pd.DataFrame,
-) -> Trace:
-    """Returns the Trace of what ran on a device, given which calls launched it."""
-    # Correlation ids count from the start of each process.
-    launch = ["process", "correlation"]
+def _with_launches(operations: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """Returns what ran on a device, with thread and time of the call that launched it."""
+    launch = ["process", "correlation"]  # correlation ids count from the start of each process
     calls = calls[[*launch, "thread", "launched_ns"]].drop_duplicates(launch)
     operations = operations.merge(calls, on=launch, how="left")
-    operations["duration_ns"] = operations["end_ns"] - operations["start_ns"]
-    return _trace(source, version, operations, ranges)
+    return operations.assign(duration_ns=operations["end_ns"] - operations["start_ns"])
 
 
-_NEEDED_TABLES = {
-    "StringIds": "is no export of Nsight Systems",
-    "CUPTI_ACTIVITY_KIND_KERNEL": "holds no kernel",
-    "CUPTI_ACTIVITY_KIND_RUNTIME": "holds no launch of a kernel",
-    "NVTX_EVENTS": "holds no NVTX range",
+@contextlib.contextmanager
+def _reading(path: Path | str, kind: str) -> Iterator[None]:
+    """Makes whatever goes wrong a ProfileError that names the file, without its folder, since
+    records hold no paths. In a damaged file values of any type may stand anywhere.
+    """
+    name = Path(path).name
+    try:
+        yield
+    except ProfileError as error:
+        raise ProfileError(f"{name} {error}") from None
+    except Exception as error:
+        # pandas quotes the whole query.
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise ProfileError(f"{name} cannot be read as {kind}: {reason}") from error
+
+
+_LAST_NS = 1 << 53
+"""Later times (104 days) would not be exact in floating point."""
+
+# A global thread id is the process's with the thread's in the lowest 24 bits.
+_NSYS_OPERATIONS = """
+SELECT {name} AS name, '{kind}' AS kind, start AS start_ns, [end] AS end_ns, streamId AS stream,
+    globalPid >> 24 AS process, COALESCE(correlationId, -1) AS correlation
+FROM CUPTI_ACTIVITY_KIND_{table}"""
+
+_NSYS_CALLS = """
+SELECT globalTid AS thread, globalTid >> 24 AS process, correlationId AS correlation,
+    start AS launched_ns
+FROM CUPTI_ACTIVITY_KIND_RUNTIME WHERE correlationId >= 0"""
+
+# Types 59 and 60 are ranges of push and pop, of start and end. One never closed has no end.
+_NSYS_RANGES = f"""
+SELECT CAST(COALESCE(text, value) AS TEXT) AS name, start AS start_ns,
+    COALESCE([end], {_LAST_NS}) AS end_ns, globalTid >> 24 AS process, globalTid AS thread
+FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId
+WHERE COALESCE(text, textId) IS NOT NULL AND eventType IN (59, 60)"""
+
+_NSYS_NAMES = {
+    "kernel": "CAST(IFNULL((SELECT value FROM StringIds WHERE id = demangledName), '?') AS TEXT)",
+    "memcpy": "'memcpy'",
+    "memset": "'memset'",
 }
-"""What an export lacks without each table; nsys leaves out those without events."""
-
-_OF_DEVICE = (
-    "start AS start_ns, [end] AS end_ns, streamId AS stream, globalPid, "
-    "COALESCE(correlationId, -1) AS correlation"
-)
-_PUSH_POP_RANGE = 59
-_START_END_RANGE = 60
-"""Types of NVTX's events."""
-
-_THREADS_PER_PROCESS = 1 << 24
-"""A global thread id is the process's with the thread's in the lowest 24 bits."""
+"""How a launch is called, by its kind."""
 
 
 def read_nsys(path: Path | str, version: str = "") -> Trace:
@@ -303,100 +292,48 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
 
     Raises:
         ProfileError: not an SQLite file of nsys, no kernels, launches or ranges, or an impossible
-            row (a missing time, an end before its start, a string id given twice); names the file
-            and what is wrong.
+            row (a missing time, an end before its start); names the file and what is wrong.
     """
-    uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
-    try:
+    with _reading(path, "an SQLite export of Nsight Systems"):
+        uri = f"{Path(path).absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-            return _device_trace("nsys", version, *_read_export(connection))
-    except ProfileError as error:
-        raise ProfileError(f"{path} {error}") from None
-    # A damaged text or length raises the last two. SQLite may quote a whole schema.
-    except (sqlite3.Error, UnicodeError, MemoryError) as error:
-        message = " ".join(str(error).split())[:200] or type(error).__name__
+            return _read_export(connection, version)
+
+
+def _read_export(connection: sqlite3.Connection, version: str) -> Trace:
+    tables = pd.read_sql_query("SELECT name FROM sqlite_master", connection)["name"].tolist()
+    graphs = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+    if graphs in tables and connection.execute(f"SELECT 1 FROM {graphs}").fetchone():
         raise ProfileError(
-            f"{path} cannot be read as an SQLite export of Nsight Systems: {message}"
-        ) from error
+            "holds CUDA graphs as a whole, without their kernels; accepted: a capture with "
+            "--cuda-graph-trace=node"
+        )
+
+    def rows(query: str) -> pd.DataFrame:
+        table = pd.read_sql_query(query, connection)
+        table = table.astype({name: "int64" for name in table if name not in ("name", "kind")})
+        if (table.filter(like="_ns").abs() > _LAST_NS).any(axis=None):
+            raise ProfileError(f"has a time beyond {_LAST_NS} ns")
+        return table
+
+    operations = [
+        rows(_NSYS_OPERATIONS.format(name=name, kind=kind, table=kind.upper()))
+        for kind, name in _NSYS_NAMES.items()
+        # A table without copies is left out.
+        if kind == "kernel" or f"CUPTI_ACTIVITY_KIND_{kind.upper()}" in tables
+    ]
+    operations = _with_launches(pd.concat(operations, ignore_index=True), rows(_NSYS_CALLS))
+    return _trace("nsys", version, operations, rows(_NSYS_RANGES))
 
 
-def _read_export(connection: sqlite3.Connection) -> tuple[pd.DataFrame, ...]:
-    """Returns operations, launching calls and ranges."""
-    state = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if state != ("ok",):
-        raise sqlite3.DatabaseError(state)
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
-    for table, lack in _NEEDED_TABLES.items():
-        if table not in tables:
-            raise ProfileError(f"{lack}: it has no table {table}")
-    if "CUPTI_ACTIVITY_KIND_GRAPH_TRACE" in tables:
-        graphs = connection.execute("SELECT COUNT(*) FROM CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
-        (num_graphs,) = graphs.fetchone()
-        if num_graphs:
-            raise ProfileError(
-                f"holds {num_graphs} CUDA graphs as a whole, without their kernels; accepted: a "
-                "capture with --cuda-graph-trace=node"
-            )
-    strings = _rows(connection, "StringIds", "id")["id"]
-    if strings.duplicated().any():
-        number = strings[strings.duplicated()].iloc[0]
-        raise ProfileError(f"has the id {number} more than once in its table StringIds")
-
-    kernels = _rows(
-        connection,
-        "CUPTI_ACTIVITY_KIND_KERNEL",
-        f"IIF(demangledName IS NULL, 'unnamed', value) AS name, {_OF_DEVICE}",
-        "LEFT JOIN StringIds ON id = demangledName",
-    )
-    if kernels.empty:
-        raise ProfileError("holds no kernel: its table CUPTI_ACTIVITY_KIND_KERNEL is empty")
-    parts = [kernels.assign(kind="kernel")]
-    for kind in ("memcpy", "memset"):
-        table = f"CUPTI_ACTIVITY_KIND_{kind.upper()}"
-        if table in tables:
-            rows = _rows(connection, table, f"'{kind}' AS name, {_OF_DEVICE}")
-            parts.append(rows.assign(kind=kind))
-    operations = pd.concat(parts, ignore_index=True)
-    operations["process"] = operations["globalPid"] // _THREADS_PER_PROCESS
-    calls = _rows(
-        connection,
-        "CUPTI_ACTIVITY_KIND_RUNTIME",
-        "correlationId AS correlation, globalTid AS thread, start AS launched_ns",
-        "WHERE correlationId >= 0",
-    )
-    calls["process"] = calls["thread"] // _THREADS_PER_PROCESS
-    end_of_capture = int(max(operations["end_ns"].max(), calls["launched_ns"].max())) + 1
-    ranges = _rows(
-        connection,
-        "NVTX_EVENTS",
-        "COALESCE(text, value) AS name, globalTid AS thread, start AS start_ns, "
-        # One that was never closed has no end.
-        f"COALESCE([end], MAX(start, {end_of_capture})) AS end_ns",
-        "LEFT JOIN StringIds ON id = textId WHERE COALESCE(text, textId) IS NOT NULL "
-        f"AND eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE})",
-    )
-    ranges["process"] = ranges["thread"] // _THREADS_PER_PROCESS
-    return operations, calls, ranges
-
-
-def _rows(
-    connection: sqlite3.Connection, table: str, columns: str, condition: str = ""
-) -> pd.DataFrame:
-    """Returns columns of a table: "name" holds texts, all others whole numbers."""
-    cursor = connection.execute(f"SELECT {columns} FROM {table} {condition}")
-    names = [name for name, *_ in cursor.description]
-    rows = pd.DataFrame(cursor.fetchall(), columns=names, dtype=object)
-    for name in names:
-        is_wrong = rows[name].map(type) != (str if name == "name" else int)
-        if is_wrong.any():
-            value = rows.loc[is_wrong, name].iloc[0]
-            raise ProfileError(f"has a row of its table {table} with {name} {value!r:.60}")
-    return rows.astype({name: "int64" for name in names if name != "name"})
-
-
-_CHROME_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_CHROME_KINDS = {
+    "kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "cpu_op": "operator",
+}
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-_CATEGORIES = ("user_annotation", "cpu_op", *_LAUNCH_CATEGORIES, *_CHROME_KINDS)
+_CATEGORIES = ("user_annotation", *_LAUNCH_CATEGORIES, *_CHROME_KINDS)
 _RANGES_OF_TORCH = ("Optimizer.", "ProfilerStep#")
 
 
@@ -405,80 +342,58 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
     if it has none.
 
     Args:
-        path: of the JSON file that `export_chrome_trace` wrote, or of a gzip of it; of one process.
+        path: of the JSON file that `export_chrome_trace` wrote, of one process.
         version: of torch, for the Trace.
 
     Raises:
         ProfileError: no such trace, or one without operators or ranges; names the file and the
             lack.
     """
-    try:
-        content = Path(path).read_bytes()
-        if content.startswith(b"\x1f\x8b"):
-            content = gzip.decompress(content)
-        entries = json.loads(content)["traceEvents"]
+    with _reading(path, "a trace of torch.profiler"):
+        entries = json.loads(Path(path).read_bytes())["traceEvents"]
         events = [
             _event(entry)
             for entry in entries
             if entry.get("ph") == "X" and entry.get("cat") in _CATEGORIES
         ]
-        return _read_events(events, version)
-    except ProfileError as error:
-        raise ProfileError(f"{path} {error}") from None
-    except Exception as error:  # values of any type may stand anywhere in foreign JSON
-        raise ProfileError(
-            f"{path} is no trace of torch.profiler: {type(error).__name__}: {error!s:.200}"
-        ) from error
+        if not events:
+            raise ProfileError("holds no event")
+        return _read_events(pd.DataFrame(events), version)
 
 
 def _event(entry: dict) -> dict:
     """Returns the values of an event that are read, times in ns."""
-    name = entry["name"]
-    thread = entry["tid"]
-    if not isinstance(name, str) or not isinstance(thread, int | str):
-        raise ValueError(f"an event has the name {name!s:.60} and the thread {thread!s:.60}")
     start_us = float(entry["ts"])
     arguments = entry.get("args", {})
     return {
         "category": entry["cat"],
-        "name": name,
+        "name": str(entry["name"]),
         "start_ns": round(start_us * 1e3),
         "end_ns": round((start_us + float(entry["dur"])) * 1e3),
-        "process": entry["pid"],
-        "thread": thread,
+        "process": 0,  # a kernel's is the number of its device
+        "thread": str(entry["tid"]),
         "stream": arguments.get("stream", -1),
         "correlation": arguments.get("correlation", -1),
     }
 
 
-def _read_events(events: list[dict], version: str) -> Trace:
-    if not events:
-        raise ProfileError("holds no event")
-    events = pd.DataFrame(events).astype({"start_ns": "int64", "end_ns": "int64"})
-    is_on_device = events["category"].isin(_CHROME_KINDS)
-    # Each process counts the launches anew, and no kernel says whose it is.
-    num_processes = events.loc[~is_on_device, "process"].nunique()
-    if num_processes > 1:
-        raise ProfileError(
-            f"holds events of {num_processes} processes; accepted: the trace of one rank"
-        )
-    events["process"] = 0
+def _read_events(events: pd.DataFrame, version: str) -> Trace:
+    events = events.astype({"start_ns": "int64", "end_ns": "int64"})
+    events["kind"] = events["category"].map(_CHROME_KINDS)
     ranges = events[events["category"] == "user_annotation"]
     ranges = ranges[~ranges["name"].str.startswith(_RANGES_OF_TORCH)]
-    if not is_on_device.any():
-        return _trace("kineto cpu", version, _cpu_operators(events), ranges)
+    operators = events[events["kind"] == "operator"]
+    on_device = events[events["kind"].notna() & (events["kind"] != "operator")]
+    if on_device.empty:
+        return _trace("kineto cpu", version, _with_own_times(operators), ranges)
     calls = events[events["category"].isin(_LAUNCH_CATEGORIES)]
     calls = calls.rename(columns={"start_ns": "launched_ns"})
-    operations = events[is_on_device].drop(columns="thread")
-    operations["kind"] = operations["category"].map(_CHROME_KINDS)
-    return _device_trace("kineto", version, operations, calls, ranges)
+    operations = _with_launches(on_device.drop(columns="thread"), calls)
+    return _trace("kineto", version, operations, ranges)
 
 
-def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
+def _with_own_times(operators: pd.DataFrame) -> pd.DataFrame:
     """Returns every operator with its own time, that of the operators it calls taken off."""
-    operators = events[events["category"] == "cpu_op"]
-    if operators.empty:
-        raise ProfileError("holds neither a CUDA kernel nor a CPU operator")
     operators = operators.sort_values(["start_ns", "end_ns"], ascending=[True, False])
     own_ns = (operators["end_ns"] - operators["start_ns"]).tolist()
     running = defaultdict(list)  # by thread, outermost first: an operator's number and end
@@ -490,7 +405,6 @@ def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
             own_ns[callers[-1][0]] -= row.end_ns - row.start_ns
         callers.append((number, row.end_ns))
     return operators.assign(
-        kind="operator",
         duration_ns=np.maximum(own_ns, 0),
         stream=operators["thread"],
         launched_ns=operators["start_ns"],
@@ -530,7 +444,7 @@ def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ..
     launched = operations.dropna(subset="launched_ns").sort_values("launched_ns")
     moments = launched["launched_ns"].to_numpy()
     rows = list(launched.itertuples())
-    paths: list[list[str]] = [[] for _ in range(len(operations))]
+    paths: list[tuple[str, ...]] = [()] * len(operations)
     in_own_range = set()
     ranges = ranges.sort_values(["start_ns", "end_ns"], ascending=[True, False])
     for range_ in ranges.itertuples():
@@ -539,33 +453,30 @@ def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ..
             is_own = row.thread == range_.thread
             # Another thread's range counts if it was opened before this thread's first.
             if row.process == range_.process and (is_own or row.Index not in in_own_range):
-                paths[row.Index].append(range_.name)
+                paths[row.Index] += (range_.name,)
                 if is_own:
                     in_own_range.add(row.Index)
-    return [tuple(path) for path in paths]
+    return paths
 
 
 def busy_ns(table: pd.DataFrame) -> int:
     """Returns the time (ns) during which at least one of these launches was running."""
-    if table.empty:
-        return 0
     table = table.sort_values("start_ns")
-    starts, ends = table["start_ns"], table["end_ns"].cummax()
-    gaps = (starts - ends.shift(fill_value=starts.iloc[0])).clip(lower=0)
-    return int(ends.iloc[-1] - starts.iloc[0] - gaps.sum())
+    # Where a launch starts, all before it end at the latest of their ends.
+    previous_end = table["end_ns"].cummax().shift(fill_value=table["start_ns"].min())
+    begin = np.maximum(table["start_ns"], previous_end)
+    return int((table["end_ns"] - begin).clip(lower=0).sum())
 
 
 def statistics_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Returns launches, total, min and max (µs) of each group, the largest total first.
+    """Returns launches and total (µs) of each group, the largest total first.
 
     Args:
         table: rows of `launches`.
         columns: that make a group.
     """
-    microseconds = table.assign(us=table["duration_ns"] / 1e3).groupby(list(columns), sort=False)[
-        "us"
-    ]
-    result = microseconds.agg(launches="count", total_us="sum", min_us="min", max_us="max")
+    us = (table["duration_ns"] / 1e3).groupby([table[name] for name in columns], sort=False)
+    result = us.agg(launches="count", total_us="sum")
     return result.sort_values("total_us", ascending=False, kind="stable").reset_index()
 
 
@@ -575,7 +486,6 @@ class RangeMarker:
     Args:
         kind: "nvtx" (what nsys captures), "kineto" (what torch.profiler captures) or "none".
 
-    Raises ValueError for another kind.
     """
 
     KINDS: ClassVar = {
@@ -585,24 +495,22 @@ class RangeMarker:
     }
 
     def __init__(self, kind: str):
-        if kind not in self.KINDS:
-            raise ValueError(f"unknown kind of range {kind!r}; accepted: {', '.join(self.KINDS)}")
-        self.kind = kind
-        self._open = defaultdict(list)  # by thread
+        self._range = self.KINDS[kind]
+        # Of all threads: while autograd's runs a backward pass, the one that called it waits.
+        self._open: list[contextlib.AbstractContextManager] = []
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager:
         """Returns a range around a `with` block."""
-        return self.KINDS[self.kind](name)
+        return self._range(name)
 
     def open(self, name: str) -> None:
         """Opens a range inside those that this thread has open."""
-        range_ = self(name)
-        range_.__enter__()
-        self._open[threading.get_ident()].append(range_)
+        self._open.append(self(name))
+        self._open[-1].__enter__()
 
     def close(self) -> None:
-        """Closes the range that this thread opened last."""
-        self._open[threading.get_ident()].pop().__exit__(None, None, None)
+        """Closes the range that was opened last."""
+        self._open.pop().__exit__(None, None, None)
 
 
 def capture_with_kineto(
@@ -634,17 +542,7 @@ def capture_with_kineto(
     with tempfile.TemporaryDirectory(prefix="labkit-kineto-") as folder:
         path = keep or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        with _without_folder(folder):
-            return read_chrome_trace(path, torch.__version__)
-
-
-@contextlib.contextmanager
-def _without_folder(folder: Path | str) -> Iterator[None]:
-    """Removes the name of a temporary folder from errors, since records hold no paths."""
-    try:
-        yield
-    except ProfileError as error:
-        raise ProfileError(str(error).replace(f"{folder}{os.sep}", "")) from error
+        return read_chrome_trace(path, torch.__version__)
 
 
 ALLOWED_ENVIRONMENT = (
@@ -682,10 +580,8 @@ by default. Source: https://docs.nvidia.com/nsight-systems/UserGuide/index.html,
 profile command.
 """
 
-_UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option", re.IGNORECASE)
 
-
-def allowed_environment() -> dict[str, str]:
+def _allowed_environment() -> dict[str, str]:
     """Returns the variables of this process's environment that a captured process may have."""
     return {name: os.environ[name] for name in ALLOWED_ENVIRONMENT if name in os.environ}
 
@@ -709,21 +605,17 @@ class Nsys:
         if path is None:
             return None
         try:
-            answer = subprocess.run(
-                [path, "--version"],
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=True,
-                env=allowed_environment(),
+            answer = _run(
+                [path, "--version"], _allowed_environment(), 60.0, time.monotonic() + 60.0
             )
-        # CUDA's script of this name only looks for nsys.
-        except (OSError, subprocess.SubprocessError):
+        except (ProfileError, TimeoutError):
             return None
-        version = re.search(r"\d+(\.\d+)+", answer.stdout)
+        version = re.search(r"Nsight Systems version ([\d.]+)", answer)
+        if version is None:  # CUDA's script of this name only looks for nsys
+            return None
         # nsys lies in target-linux-x64, the importer in a folder beside that one.
         importer = next(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"), None)
-        return cls(path, version.group() if version else "", importer and str(importer))
+        return cls(path, version[1], importer and str(importer))
 
     @classmethod
     @functools.cache
@@ -753,7 +645,6 @@ class Nsys:
         command: Sequence[str],
         *,
         timeout_s: float,
-        variables: Mapping[str, str] | None = None,
         keep: Path | None = None,
         stacks: bool = False,
         reads: bool = True,
@@ -763,7 +654,6 @@ class Nsys:
         Args:
             command: program and arguments; it marks its ranges with NVTX.
             timeout_s: for the program, the import and the export together.
-            variables: added to the allow-listed environment.
             keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks
                 if nsys can.
             reads: False to return None without reading it, since an empty program launches nothing.
@@ -775,31 +665,29 @@ class Nsys:
         run = functools.partial(_run, timeout_s=timeout_s, end_s=time.monotonic() + timeout_s)
         # The guard ends whatever has the folder's path in its environment, also what has left the
         # group of its parent.
-        with guarded_folder() as (folder, _), _without_folder(folder):
+        with guarded_folder() as (folder, _):
             # nsys writes raw captures to TMPDIR first, and may leave them there.
-            environment = {**allowed_environment(), **(variables or {}), "TMPDIR": str(folder)}
+            environment = {**_allowed_environment(), "TMPDIR": str(folder)}
             folders = [os.environ.get(LIBRARIES), environment.get("LD_LIBRARY_PATH")]
             tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
             report = folder / "capture.nsys-rep"
             export = folder / "capture.sqlite"
             sampling = STACKS if stacks else NO_STACKS
-            # A machine may allow no sampling.
+            # An older release that is given a newer option starts nothing, nor does one that may
+            # not sample.
             for options in ((*sampling, *NEWER_OPTIONS), sampling, NO_STACKS):
-                options = (*TRACED, *options, "--stats=false", f"--output={folder / 'capture'}")
-                output = run([self.path, "profile", *options, *command], environment)
+                profile = [self.path, "profile", *TRACED, *options, "--stats=false"]
+                profile.append(f"--output={folder / 'capture'}")
+                output = run([*profile, *command], environment)
                 raw = next(folder.rglob("*.qdstrm"), None)
-                # An older release that is given a newer option starts nothing.
-                if report.exists() or raw or not (stacks or _UNKNOWN_OPTION.search(output)):
+                if report.exists() or raw:
                     break
-            if raw and not report.exists():
-                if self.importer is None:
-                    raise ProfileError(
-                        "nsys left a raw capture, and there is no QdstrmImporter beside it"
-                    )
+            if raw and self.importer and not report.exists():
                 files = ["--input-file", str(raw), "--output-file", str(report)]
                 output = run([self.importer, *files], tools)
             if not report.exists():
-                raise ProfileError(f"nsys left no report: {_last_line(output)}")
+                left = "no report" if raw is None else "a raw capture that no QdstrmImporter read"
+                raise ProfileError(f"nsys left {left}: {_last_line(output)}")
             if keep:
                 shutil.copyfile(report, keep)
             options = ("--type=sqlite", "--force-overwrite=true", f"--output={export}")
@@ -819,18 +707,12 @@ def _run(
         ProfileError: it cannot be started.
     """
     name = Path(command[0]).name
+    left_s = max(0.1, end_s - time.monotonic())
     # What the program started may outlive it and hold a pipe open, but no file.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         try:
-            subprocess.run(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                timeout=max(0.1, end_s - time.monotonic()),
-                check=False,
-            )
+            subprocess.run(command, env=environment, timeout=left_s, check=False, **streams)
         except OSError as error:
             raise ProfileError(f"{name} cannot be started: {error.strerror}") from error
         except subprocess.TimeoutExpired:
@@ -842,6 +724,6 @@ def _run(
 
 
 def _last_line(text: str) -> str:
-    """Returns the last line of a program's output, without folders."""
-    last = text.strip().rpartition("\n")[2].strip() or "no output"
-    return re.sub(r"\S*/(?=\S)", "", last)[:300]
+    """Returns the last line of a program's output without folders, since records hold no paths."""
+    last = text.strip().rpartition("\n")[2].strip()[:300] or "no output"
+    return re.sub(r"\S*/(?=\S)", "", last)

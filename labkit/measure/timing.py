@@ -18,7 +18,6 @@ import contextlib
 import gc
 import itertools
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,24 +61,6 @@ class Timing:
     stop_reason: str
     host_ms: tuple[float, ...] = ()
     launch_ms: tuple[float, ...] = ()
-
-    @classmethod
-    def from_samples(
-        cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str
-    ) -> "Timing":
-        """Returns the Timing of samples as the samplers give them: device time, host's and launch's
-        where known.
-
-        Raises ValueError for a time that is not positive.
-        """
-        device_ms, *others = zip(*samples, strict=True)
-        shortest_ms = min(device_ms)
-        if shortest_ms <= 0:
-            raise ValueError(
-                f"a sample of {shortest_ms} ms: shorter than the clock tells; time several calls "
-                "as one"
-            )
-        return cls(device_ms, method, num_warmup, stop_reason, *others)
 
     @property
     def n(self) -> int:
@@ -180,16 +161,29 @@ def time_callable(
 
     Raises:
         ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or
-            flush; no inputs.
+            flush.
     """
     method = _checked_method(method, device_kind, inputs)
-    sampler = _SAMPLERS[method](function, inputs, device_kind)
+    sampler = _sampler(method, function, inputs, device_kind)
     with collector_paused():
         num_warmup = _warm_up(sampler, num_warmup, time_limit_s)
         samples, reason = _sample(
             sampler, min_samples, max_samples, target_half_width, time_limit_s
         )
-    return Timing.from_samples(samples, method, num_warmup, reason)
+    return _timing(samples, method, num_warmup, reason)
+
+
+def _timing(samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str) -> Timing:
+    """Returns the Timing of what a sampler gave; raises ValueError for a time that is not
+    positive.
+    """
+    device_ms, *others = zip(*samples, strict=True)
+    if min(device_ms) <= 0:
+        raise ValueError(
+            f"a sample of {min(device_ms)} ms: shorter than the clock tells; time several calls as "
+            "one"
+        )
+    return Timing(device_ms, method, num_warmup, stop_reason, *others)
 
 
 def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
@@ -207,8 +201,6 @@ def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str
         raise ValueError(
             f"method {method!r} repeats its inputs: pass a list of tuples, not a function"
         )
-    if not callable(inputs) and not inputs:
-        raise ValueError("inputs is empty; pass at least one tuple of arguments")
     return method
 
 
@@ -263,75 +255,65 @@ def _sample(
 
 _Sampler = Callable[[], tuple[float, ...]]
 """Takes one sample: device time, the host's clock around it, host time until the call returned; the
-last may be absent.
+last two may be absent.
 """
 
 
-def _rotation(inputs: Inputs) -> Callable[[], tuple]:
-    return inputs if callable(inputs) else itertools.cycle(inputs).__next__
+def _sampler(method: str, function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
+    num_calls = 1
+    if method == "graph":
+        function, num_calls = captured(function, inputs)
+        inputs = ((),)
+    next_inputs = inputs if callable(inputs) else itertools.cycle(inputs).__next__
+    if method == "host":
+        return partial(_host_sample, function, next_inputs, device_kind)
+    timer = _device_timer()
+    if method == "flush":
+        # Twice the L2 cache, so that nothing of the inputs stays in it.
+        num_bytes = 2 * torch.cuda.get_device_properties(0).L2_cache_size
+        flush = torch.empty(num_bytes, dtype=torch.int8, device=device_kind)
+
+    def sample() -> tuple[float, ...]:
+        arguments = next_inputs()
+        if method == "flush":
+            flush.zero_()
+        else:
+            synchronize(device_kind)
+        times_ms = timer(function, *arguments)
+        return times_ms if method == "window" else (times_ms[0] / num_calls,)
+
+    return sample
 
 
-def _window_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
-    next_inputs = _rotation(inputs)
+def _host_sample(
+    function: Callable, next_inputs: Callable[[], tuple], device_kind: str
+) -> tuple[float, float]:
+    arguments = next_inputs()
+    synchronize(device_kind)
+    begin = time.perf_counter()
+    function(*arguments)
+    synchronize(device_kind)
+    elapsed_ms = (time.perf_counter() - begin) * 1e3
+    return elapsed_ms, elapsed_ms
+
+
+def _device_timer() -> Callable[..., tuple[float, float, float]]:
+    """Returns what gives the times (ms) of one call on CUDA: the device's, between two events, the
+    host's until the device is done, and until the call returned.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def sample() -> tuple[float, float, float]:
-        arguments = next_inputs()
-        synchronize(device_kind)
+    def times_ms(function: Callable, *arguments: Any) -> tuple[float, float, float]:
         begin = time.perf_counter()
         start.record()
         function(*arguments)
         end.record()
         launched = time.perf_counter()
-        synchronize(device_kind)
+        synchronize("cuda")
         finished = time.perf_counter()
         return start.elapsed_time(end), (finished - begin) * 1e3, (launched - begin) * 1e3
 
-    return sample
-
-
-def _host_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
-    next_inputs = _rotation(inputs)
-
-    def sample() -> tuple[float, float]:
-        arguments = next_inputs()
-        synchronize(device_kind)
-        begin = time.perf_counter()
-        function(*arguments)
-        synchronize(device_kind)
-        elapsed = (time.perf_counter() - begin) * 1e3
-        return elapsed, elapsed
-
-    return sample
-
-
-def _device_timer() -> Callable[..., float]:
-    """Returns what gives the device's time (ms) of one call, between two events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def time_ms(function: Callable, *arguments: Any) -> float:
-        start.record()
-        function(*arguments)
-        end.record()
-        synchronize("cuda")
-        return start.elapsed_time(end)
-
-    return time_ms
-
-
-def _flush_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
-    next_inputs = _rotation(inputs)
-    timer = _device_timer()
-    # Twice the L2 cache, so that nothing of the inputs stays in it.
-    num_bytes = 2 * torch.cuda.get_device_properties(0).L2_cache_size
-    flush = torch.empty(num_bytes, dtype=torch.int8, device=device_kind)
-
-    def sample() -> tuple[float]:
-        arguments = next_inputs()
-        flush.zero_()
-        return (timer(function, *arguments),)
-
-    return sample
+    return times_ms
 
 
 @contextlib.contextmanager
@@ -412,24 +394,11 @@ def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Calla
     graph = captured_once(partial(run, 1))
     timer = _device_timer()
     timer(graph.replay)
-    num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(timer(graph.replay), 1e-3)))
+    replay_ms, *_ = timer(graph.replay)
+    num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(replay_ms, 1e-3)))
     if num_rounds > 1:
         graph = captured_once(partial(run, num_rounds))
     return graph.replay, num_rounds * len(inputs)
-
-
-def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
-    replay, num_calls = captured(function, inputs)
-    timer = _device_timer()
-    return lambda: (timer(replay) / num_calls,)
-
-
-_SAMPLERS = {
-    "window": _window_sampler,
-    "graph": _graph_sampler,
-    "flush": _flush_sampler,
-    "host": _host_sampler,
-}
 
 
 @dataclass(frozen=True)
@@ -471,39 +440,37 @@ def compare(
     """
     if baseline not in candidates:
         raise ValueError(f"unknown baseline {baseline!r}; accepted: {', '.join(candidates)}")
-    inputs = ((),)
-    method = _checked_method(method, device_kind, inputs)
+    method = _checked_method(method, device_kind, ((),))
     samplers = {
-        name: _SAMPLERS[method](function, inputs, device_kind)
+        name: _sampler(method, function, ((),), device_kind)
         for name, function in candidates.items()
     }
-    generator = random.Random(0)
+    generator = np.random.default_rng(0)
     samples: dict[str, list[tuple]] = {name: [] for name in samplers}
     with collector_paused():
         for sampler in samplers.values():
             for _ in range(num_warmup):
                 sampler()
         for _ in range(num_rounds):
-            for name in generator.sample(list(samplers), len(samplers)):
+            for name in generator.permutation(list(samplers)):
                 samples[name].append(samplers[name]())
     timings = {
-        name: Timing.from_samples(rows, method, num_warmup, "fixed count")
-        for name, rows in samples.items()
+        name: _timing(rows, method, num_warmup, "fixed count") for name, rows in samples.items()
     }
-    ratio = {}
-    for name, timing in timings.items():
-        pairs = zip(timing.samples_ms, timings[baseline].samples_ms, strict=True)
-        ratio[name] = bootstrap_median([time_ms / base_ms for time_ms, base_ms in pairs], generator)
+    base_ms = np.array(timings[baseline].samples_ms)
+    ratio = {
+        name: bootstrap_median(timing.samples_ms / base_ms, generator)
+        for name, timing in timings.items()
+    }
     return Comparison(timings, baseline, ratio)
 
 
 def bootstrap_median(
-    values: Sequence[float], generator: random.Random, num_resamples: int = 2000
+    values: np.ndarray, generator: np.random.Generator, num_resamples: int = 2000
 ) -> tuple[float, float, float]:
     """Returns the median of `values` and its bootstrap 95 % interval (Efron 1979, percentile
     method).
     """
-    medians = [
-        statistics.median(generator.choices(values, k=len(values))) for _ in range(num_resamples)
-    ]
-    return statistics.median(values), *np.quantile(medians, (0.025, 0.975)).tolist()
+    medians = np.median(generator.choice(values, (num_resamples, len(values))), axis=1)
+    low, high = np.quantile(medians, (0.025, 0.975)).tolist()
+    return float(np.median(values)), low, high

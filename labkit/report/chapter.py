@@ -12,14 +12,17 @@ import pandas as pd
 from IPython.display import Markdown
 from matplotlib.figure import Figure
 
-from labkit.configs import FIGURES
+from labkit import notebooks
+from labkit.configs import FIGURES, RequestError
 from labkit.records import (
     Record,
     RecordError,
     RecordStore,
     by_session,
+    check_measured,
     folder_of,
     newest,
+    newest_of,
     read_environment,
     to_frame,
     write_bytes_atomic,
@@ -252,6 +255,21 @@ def _is_measured(frame: pd.DataFrame) -> bool:
 
 Chapters = Mapping[str, Chapter]
 """The chapters of a device, by the names of their notebooks."""
+
+
+def chapters_of(device: str, output: Path | None = None) -> Chapters:
+    """Returns the chapters of a device that have records; raises RequestError where none has."""
+    root = output or FIGURES
+    check_measured(device, root)
+    recorded = newest_of({name: folder_of(root, device, name) for name in notebooks.names()})
+    chapters = {
+        name: Chapter(name, device=device, output=str(output or ""))
+        for name, records in recorded.items()
+        if records
+    }
+    if not chapters:
+        raise RequestError(f"{root / device} holds no record")
+    return chapters
 
 
 class _Measurement(NamedTuple):

@@ -15,16 +15,14 @@ from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.records import (
     check,
-    check_measured,
     folder_of,
     measured_devices,
-    newest_of,
     read_done,
     write_bytes_atomic,
     write_text_atomic,
 )
-from labkit.report import card, figures, page, smoke
-from labkit.report.chapter import FACT, FIGURE, Chapter, Chapters, dates_of
+from labkit.report import card, compare, figures, page, smoke
+from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of
 
 MOST_AT_ONCE = 4
 """Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
@@ -99,21 +97,6 @@ def rebuild(
     return written
 
 
-def chapters_of(device: str, output: Path | None = None) -> Chapters:
-    """Returns the chapters of a device that have records; raises RequestError where none has."""
-    root = output or FIGURES
-    check_measured(device, root)
-    recorded = newest_of({name: folder_of(root, device, name) for name in notebooks.names()})
-    chapters = {
-        name: Chapter(name, device=device, output=str(output or ""))
-        for name, records in recorded.items()
-        if records
-    }
-    if not chapters:
-        raise RequestError(f"{root / device} holds no record")
-    return chapters
-
-
 def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> str:
     ladder = card.ladder(chapters)
     if ladder is not None:
@@ -132,7 +115,8 @@ def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> st
                 keyed |= named
             bodies.append(body)
         first = card.page(chapters, keyed)
-    parts = [first, *filter(None, warnings), *bodies, card.provenance(chapters)]
+    last = [compare.others(chapters, folder.parent), card.provenance(chapters)]
+    parts = filter(None, [first, *warnings, *bodies, *last])
     return "\n\n".join(parts) + "\n"
 
 

@@ -108,27 +108,27 @@ def by_session(row: Row, value: str) -> dict[str, float]:
     return {session: metrics[value] for session, metrics in sessions.items() if metrics.get(value)}
 
 
-def ratio(base: Row, other: Row, value: str = "median_ms") -> Ratio:
+def ratio(base: Row, other: Row, value: str = "median_ms", other_value: str = "") -> Ratio:
     """Returns the base's time over the other's, with its interval.
 
     Args:
         base, other: rows of a frame of records, with `value`, `half_width_fraction` or `drift`,
             `timer_method` and `session`; where there were several sessions, also `sessions`.
+        other_value: the other's column where it is not `value`.
 
     Raises:
         ValueError: the two are times of different kinds.
     """
+    other_value = other_value or value
     kind = kind_of_time(base, value)
-    if kind != kind_of_time(other, value):
-        raise ValueError(
-            f"a ratio of a {kind} and a {kind_of_time(other, value)} time: compare times of one "
-            f"kind"
-        )
+    other_kind = kind_of_time(other, other_value)
+    if kind != other_kind:
+        raise ValueError(f"a ratio of a {kind} and a {other_kind} time: compare times of one kind")
     base_times = by_session(base, value)
-    other_times = by_session(other, value)
+    other_times = by_session(other, other_value)
     common = [session for session in base_times if session in other_times]
     same_session = base.get("session") == other.get("session")
-    mid = base[value] / other[value]
+    mid = base[value] / other[other_value]
     if kind == CALL and common and not same_session:
         # Hosts differ: of the sessions that hold both calls, the fastest.
         fastest = min(common, key=lambda session: base_times[session] + other_times[session])
@@ -137,7 +137,7 @@ def ratio(base: Row, other: Row, value: str = "median_ms") -> Ratio:
     if len(common) > 1:
         ends = [base_times[session] / other_times[session] for session in common]
     else:
-        samples = math.hypot(_half_width(base, value), _half_width(other, value))
+        samples = math.hypot(_half_width(base, value), _half_width(other, other_value))
         ends = [mid * (1 - samples), mid * (1 + samples)]
         if not same_session and not (kind == CALL and common):
             ends += [one / two for one in base_times.values() for two in other_times.values()]

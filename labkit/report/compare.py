@@ -1,0 +1,417 @@
+"""Devices beside one another: the cases that both measured alike, and what only one of them has.
+
+Two records are alike where notebook, section, case, phase and the way of measuring are, and times
+are of one kind. What is not alike is named and enters no ratio.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from labkit import notebooks
+from labkit.configs import FIGURES, THIS_DEVICE, RequestError
+from labkit.records import HOST_SECTION, SESSION_SECTION, Record, measured_devices
+from labkit.report import figures, tables, verdicts
+from labkit.report.chapter import Chapters, chapters_of, commits_of, dates_of, torch_of
+from labkit.report.facts import LEAST_MS, case_name
+from labkit.report.frame import Row, mark, select
+from labkit.report.text import count, gib, listing, number, span, times
+
+MEMORY = "memory"
+"""The kind of what is no time: peaks of memory."""
+
+VALUES = ("step_kernel_ms", "median_ms", "sustained_ms", "host_median_ms", "peak_bytes")
+"""What is compared of a record; of each kind the first that it has."""
+
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+TICKS += tuple(1 / tick for tick in reversed(TICKS[:-1]))
+"""Where a figure's axis of ratios has a number, if the ratios reach so far."""
+
+ROOFS = {"bf16 products": "gemm, bf16", "copy": "copy"}
+"""Of the roofs, those in the table of devices, and how their case begins."""
+
+NOT_COMPARED = (HOST_SECTION, "timer")
+"""Sections that say something of the host and of the timer."""
+
+MOST_ROWS = 12
+MOST_NAMED = 3
+
+
+class Side(NamedTuple):
+    """A device as it is compared: what it is called here, and its chapters."""
+
+    name: str
+    chapters: Chapters
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for one in self.chapters.values() for record in one.all_records()]
+
+
+def side(name: str, root: Path | None = None) -> Side:
+    """Returns a device by its slug, "this", or its folder, wherever that lies.
+
+    Raises RequestError where it has no records.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        folder = folder.resolve()
+        if folder.name not in measured_devices(folder.parent):
+            raise RequestError(f"{name} is no folder of a device: it has no records/NN_name.jsonl")
+        root = folder.parent
+        name = folder.name
+    elif name == THIS_DEVICE:
+        from labkit.device import detect
+
+        name = detect().slug
+    return Side(name, chapters_of(name, None if root in (None, FIGURES) else root))
+
+
+def _values(row: Row) -> dict[str, str]:
+    """Returns by kind the column that holds a measured row's value."""
+    values: dict[str, str] = {}
+    for value in VALUES:
+        if pd.notna(row.get(value)) and row.get(value):
+            is_memory = value == "peak_bytes"
+            values.setdefault(MEMORY if is_memory else verdicts.kind_of_time(row, value), value)
+    return values
+
+
+class Measurement(NamedTuple):
+    record: Record
+    row: Row
+
+
+def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Measurement]:
+    """Returns what was measured by chapter, section, case and phase; a ceiling of chapter 01's
+    alone.
+    """
+    measurements = {}
+    for name, chapter in chapters.items():
+        records = chapter.all_records()
+        frame = chapter.records(*{record.section for record in records})
+        for record, row in zip(records, frame.to_dict("records"), strict=True):
+            is_repeat = record.section == SESSION_SECTION and not name.startswith("01")
+            if record.section not in NOT_COMPARED and not is_repeat:
+                case = json.dumps(record.case, sort_keys=True)
+                if record.section == SESSION_SECTION:
+                    row = _of_one_unit(row)
+                measurements[name, record.section, case, record.phase] = Measurement(record, row)
+    return measurements
+
+
+def _of_one_unit(row: Row) -> Row:
+    """Returns a roof's row with the sustained time of 1 TFLOP or 1 GB alone: its size depends on
+    the kind of device.
+    """
+    unit = "gb_per_s" if row["kind"] == "copy" else "tflops"
+    rate = row.get(f"sustained_{unit}")
+    time = 1e3 / rate if pd.notna(rate) else None
+    # A roof is measured anew by every session; the newest counts.
+    return row | {"sustained_ms": time, "median_ms": None, "peak_bytes": None, "sessions": None}
+
+
+def _difference(base: Record, other: Record) -> str:
+    """Returns why two records of a case cannot be compared, "" where they can."""
+    versions = base.measurement_version, other.measurement_version
+    if versions[0] != versions[1]:
+        return f"{base.notebook} was measured in two ways, {versions[0]} and {versions[1]}"
+    if base.section == SESSION_SECTION:
+        return ""
+    for name, value in base.observed.items():
+        if isinstance(value, int) and other.observed.get(name, value) != value:
+            return f"{base.notebook}, {base.section}: {name} differs"
+    return ""
+
+
+class Comparison:
+    """One device beside a baseline.
+
+    Attributes:
+        common: a row per value that both have: chapter, section, case, phase, kind, base, other,
+            ratio (base ÷ other: how many times as fast, or as small, the other is), low, high,
+            verdict, mark.
+        single: a row per measurement that only one has: chapter, section, case, phase, has (its
+            name), why the other has not.
+        unlike: why rows that both have are not compared, with their number.
+
+    Raises:
+        RequestError: nothing was measured alike on both.
+    """
+
+    def __init__(self, base: Side, other: Side):
+        self.base = base
+        self.other = other
+        ours = _measurements(base.chapters)
+        theirs = _measurements(other.chapters)
+        self.unlike: Counter[str] = Counter()
+        common = []
+        single = []
+        for key in dict.fromkeys([*ours, *theirs]):
+            chapter, section, _, phase = key
+            pair = (ours.get(key), theirs.get(key))
+            case = next(one.record.case for one in pair if one)
+            words = case_name(dict(sorted(case.items(), key=lambda item: item[0] != "size")))
+            head = {"chapter": chapter, "section": section, "case": words, "phase": phase}
+            measured = [one is not None and one.record.status == "ok" for one in pair]
+            if all(measured):
+                common += [head | row for row in self._compared(*pair)]
+            elif any(measured):
+                name = base.name if measured[0] else other.name
+                single.append(
+                    head | {"has": name, "why": _why(pair[1] if measured[0] else pair[0])}
+                )
+        if not common:
+            reasons = f" ({listing(self.unlike, MOST_NAMED)})" if self.unlike else ""
+            raise RequestError(
+                f"{base.name} and {other.name} have no row in common{reasons}; "
+                "`labkit run --profile quick` measures rows that every device of a kind has"
+            )
+        self.common = pd.DataFrame(common)
+        self.single = pd.DataFrame(single, columns=[*head, "has", "why"])
+
+    def _compared(self, base: Measurement, other: Measurement) -> Iterator[dict]:
+        if difference := _difference(base.record, other.record):
+            self.unlike[difference] += 1
+            return
+        values = _values(base.row)
+        other_values = _values(other.row)
+        for kind in values:
+            if kind not in other_values:
+                continue
+            columns = values[kind], other_values[kind]
+            if kind == MEMORY:
+                exact = base.row["peak_bytes"] / other.row["peak_bytes"]
+                ratio = verdicts.Ratio(exact, exact, exact)
+            else:
+                ratio = verdicts.ratio(base.row, other.row, *columns)
+            yield {
+                "kind": kind,
+                "base": base.row[columns[0]],
+                "other": other.row[columns[1]],
+                "ratio": ratio.mid,
+                "low": ratio.low,
+                "high": ratio.high,
+                "verdict": ratio.verdict,
+                "mark": mark(base.row, columns[0]) or mark(other.row, columns[1]),
+            }
+        if values and not values.keys() & other_values.keys():
+            kinds = f"{listing(values)} against {listing(other_values)}"
+            self.unlike[f"{base.record.notebook}, {base.record.section}: {kinds}"] += 1
+
+
+def _why(missing: Measurement | None) -> str:
+    if missing is None:
+        return "not measured"
+    record = missing.record
+    words = {"oom": "did not fit", "skipped": "not possible", "timeout": "took too long"}
+    reason = "" if record.status == "oom" else record.reason.split("\n")[0][:80]
+    return ": ".join(filter(None, [words.get(record.status, record.status), reason]))
+
+
+# ---- what a page says ----------------------------------------------------------------------------
+
+
+def roofs(comparison: Comparison) -> pd.DataFrame:
+    """Returns the card's rows: matrix products and the copy, and the longest device times."""
+    rows = comparison.common
+    roof = select(rows, section=SESSION_SECTION, kind=verdicts.SUSTAINED)
+    longest = select(rows, kind=verdicts.DEVICE).sort_values("base", ascending=False)
+    # The longest of each chapter, so that no chapter fills the table.
+    longest = longest.groupby("chapter", sort=True).head(2)
+    return pd.concat([roof, longest]).head(MOST_ROWS)
+
+
+def shown(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
+    """Returns rows of a comparison as a page's table."""
+    lines = []
+    for row in rows.to_dict("records"):
+        form = gib if row["kind"] == MEMORY else number
+        unit = "GiB" if row["kind"] == MEMORY else "ms"
+        if row["section"] == SESSION_SECTION:
+            unit = "ms a TFLOP" if row["case"].startswith("gemm") else "ms a GB"
+        lines.append(
+            {
+                "case": f"{row['chapter'][:2]} {row['section']}: {row['case']}, {row['phase']}",
+                "kind": f"{row['kind']}, {unit}",
+                comparison.base.name: form(row["base"]),
+                comparison.other.name: form(row["other"]),
+                "ratio": row["mark"] + times(row["ratio"]),
+                "interval": span(row["low"], row["high"]),
+                "verdict": row["verdict"],
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def by_chapter(comparison: Comparison) -> pd.DataFrame:
+    """Returns of each chapter and kind the number of rows, the median ratio with its extremes, and
+    the verdicts.
+    """
+    lines = []
+    for (chapter, kind), rows in comparison.common.groupby(["chapter", "kind"], sort=True):
+        verdict = Counter(rows["verdict"])
+        line = {
+            "chapter": notebooks.title(chapter),
+            "kind": kind,
+            "rows": len(rows),
+            "median": times(rows["ratio"].median()),
+            "least to most": span(rows["ratio"].min(), rows["ratio"].max()),
+        }
+        order = (name for name in verdicts.VERDICTS if verdict[name])
+        lines.append(line | {"verdicts": ", ".join(f"{verdict[name]} {name}" for name in order)})
+    return pd.DataFrame(lines)
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """Returns what the comparison says in sentences: the roofs, the tally of each kind of time, the
+    extremes, and what fits on one device alone.
+    """
+    other = comparison.other.name
+    unmarked = comparison.common[comparison.common["mark"] == ""]
+    lines = []
+    for row in select(unmarked, section=SESSION_SECTION, kind=verdicts.SUSTAINED).to_dict(
+        "records"
+    ):
+        interval = f"{times(row['ratio'])} ({span(row['low'], row['high'])})"
+        lines.append(f"{row['case']}, sustained: {other} is {interval} as fast.")
+    measured = unmarked[unmarked["section"] != SESSION_SECTION]
+    # Of a kernel shorter than that a device's launch overhead is the larger part.
+    measured = measured[(measured["base"] >= LEAST_MS) | (measured["kind"] == MEMORY)]
+    for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
+        rows = select(measured, kind=kind)
+        if len(rows):
+            verdict = Counter(rows["verdict"])
+            shares = listing(
+                f"{verdict[name]} {name}" for name in verdicts.VERDICTS if verdict[name]
+            )
+            middle = times(rows["ratio"].median())
+            lines.append(
+                f"{kind.capitalize()} times, {count(len(rows), 'row')}: {other} is "
+                f"{middle} as fast in the median; {shares}."
+            )
+    device = select(measured, kind=verdicts.DEVICE).sort_values("ratio")
+    for words, rows in (("lowest", device.head(1)), ("highest", device.tail(1))):
+        for row in rows.to_dict("records"):
+            case = f"{row['chapter'][:2]} {row['section']}: {row['case']}, {row['phase']}"
+            lines.append(f"The {words} ratio of device times is {times(row['ratio'])} ({case}).")
+    for name, rows in comparison.single[comparison.single["why"] == "did not fit"].groupby("has"):
+        cases = listing(dict.fromkeys(rows["section"] + " " + rows["case"]), MOST_NAMED)
+        lines.append(f"{count(len(rows), 'measurement')} fit on {name} alone: {cases}.")
+    return lines
+
+
+def single(comparison: Comparison) -> pd.DataFrame:
+    """Returns how many measurements only one device has, by chapter and reason."""
+    rows = comparison.single
+    if rows.empty:
+        return rows
+    reasons = rows.assign(chapter=rows["chapter"].map(notebooks.title))
+    counts = reasons.groupby(["chapter", "has", "why"], sort=True).size().reset_index(name="rows")
+    counts = counts.sort_values("rows", ascending=False, kind="stable")
+    return counts.rename(columns={"has": "only on", "why": "because on the other"})
+
+
+def figure(comparison: Comparison, chapter: str) -> Figure | None:
+    """Draws every ratio of a chapter, a dot a row, by section and kind; right of the line the other
+    device is faster.
+    """
+    rows = comparison.common[comparison.common["chapter"] == chapter]
+    if rows.empty:
+        return None
+    groups = list(rows.groupby(["section", "kind"], sort=False))
+    drawn, (axis,) = figures.panels(1, height=max(1.8, 0.9 + 0.32 * len(groups)))
+    kinds = list(dict.fromkeys(rows["kind"]))
+    for place, ((_, kind), values) in enumerate(groups):
+        ratios = values["ratio"].sort_values()
+        # Spread in a fixed order, so that the same records give the same picture.
+        spread = [place + 0.6 * ((index * 0.618) % 1 - 0.5) for index in range(len(ratios))]
+        look = {"s": 9, "alpha": 0.6, "color": figures.SERIES[kinds.index(kind)], "linewidths": 0}
+        axis.scatter(ratios, spread, **look)
+        axis.plot([ratios.median()] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)
+    axis.axvline(1, color="0.4", linewidth=1, linestyle=":")
+    axis.set_xscale("log")
+    ticks = [ratio for ratio in TICKS if rows["ratio"].min() <= ratio <= rows["ratio"].max()]
+    axis.set_xticks(sorted({*ticks, 1}), [times(ratio) for ratio in sorted({*ticks, 1})])
+    axis.minorticks_off()
+    axis.set_yticks(range(len(groups)), [f"{section}, {kind}" for (section, kind), _ in groups])
+    axis.invert_yaxis()
+    words = "times as fast (of memory: as small)"
+    axis.set_xlabel(f"{comparison.other.name} is … {words} as {comparison.base.name}")
+    axis.set_title(notebooks.title(chapter))
+    return drawn
+
+
+def provenance(one: Side) -> str:
+    records = one.records
+    parts = [
+        *torch_of(records),
+        dates_of(records),
+        count(len({record.session for record in records}), "session"),
+        f"commit {commits_of(records)}",
+    ]
+    return f"*{one.name}*: {', '.join(filter(None, parts))}."
+
+
+def page(comparison: Comparison, images: Mapping[str, str]) -> str:
+    """Returns the comparison in Markdown; `images` are the files of its figures by chapter."""
+    base, other = comparison.base, comparison.other
+    parts = [
+        f"# {other.name} beside {base.name}",
+        f"{provenance(base)} {provenance(other)}",
+        f"A ratio of times says how many times as fast {other.name} is; of memory, how many times "
+        f"as much {base.name} takes. It is *level* within 3 % of 1. Device, sustained and call "
+        "times are compared with their own kind only.",
+        "\n".join(f"- {line}" for line in findings(comparison)),
+        "## The card's rows",
+        tables.to_markdown(shown(roofs(comparison), comparison)),
+        "## By chapter",
+        tables.to_markdown(by_chapter(comparison)),
+    ]
+    for chapter, image in images.items():
+        alt = f"Ratios of {notebooks.title(chapter)}"
+        parts.append(f"![{alt}]({image})")
+    if len(comparison.single):
+        parts += ["## What only one of them has", tables.to_markdown(single(comparison).head(20))]
+    if comparison.unlike:
+        lines = [f"- {count(num, 'row')}: {why}." for why, num in comparison.unlike.most_common()]
+        parts += ["## Not compared", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def others(chapters: Chapters, root: Path) -> str:
+    """Returns the section of a report on the other devices in `root`, "" where there is none."""
+    first = next(iter(chapters.values()))
+    base = Side(first.asked_device, chapters)
+    lines = []
+    for name in measured_devices(root):
+        if name == base.name or re.match(r"\d+x-", name):
+            continue
+        try:
+            comparison = Comparison(base, side(name, root))
+        except RequestError:
+            continue
+        rows = comparison.common
+        line = {"device": name, "rows in common": f"{len(rows):,}"}
+        for words, case in ROOFS.items():
+            roof = rows[(rows["section"] == SESSION_SECTION) & rows["case"].str.startswith(case)]
+            line[words] = times(roof["ratio"].iloc[0]) if len(roof) else "–"
+        steps = rows[rows["section"] != SESSION_SECTION]
+        for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
+            ratios = select(steps, kind=kind)["ratio"]
+            line[f"{kind} times"] = times(ratios.median()) if len(ratios) else "–"
+        lines.append(line)
+    if not lines:
+        return ""
+    text = (
+        f"How many times as fast each is as this device, in the rows that both have: the roofs, "
+        f"then the median of each kind of time. `labkit compare {base.name} {lines[0]['device']}` "
+        "shows every row."
+    )
+    return f"## Other devices\n\n{tables.to_markdown(pd.DataFrame(lines))}\n\n{text}"

@@ -1,0 +1,101 @@
+"""What is checked of a device's folder before it joins the others: its records, where they come
+from, and that its tables follow from them.
+"""
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from labkit.configs import RequestError
+from labkit.records import Record, RecordError, check, read_environment
+from labkit.report import render
+from labkit.report.text import count, listing
+
+MOST_BYTES = 4e6
+"""Of the records of a device: they stay in the repository's history for ever."""
+
+MOST_DISTURBED = 0.1
+"""Share of the measurements that other programs may have disturbed."""
+
+
+class Finding(NamedTuple):
+    """One line of `labkit verify`."""
+
+    name: str
+    is_fine: bool
+    detail: str
+
+
+def findings(folder: Path) -> list[Finding]:
+    """Returns what was checked of a folder such as figures/nvidia-h200; stops where the records
+    cannot be read.
+
+    Raises RequestError where `folder` holds no records.
+    """
+    if not list(folder.glob("records/*.jsonl")):
+        raise RequestError(f"{folder} is no folder of a device: it has no records/NN_name.jsonl")
+    try:
+        chapters = check(folder)
+        environment = read_environment(folder)
+    except RecordError as error:
+        return [Finding("records", False, str(error))]
+    records = [record for newest in chapters.values() for record in newest]
+    slug = environment.get("device", {}).get("slug")
+    size = sum(path.stat().st_size for path in folder.glob("records/*.jsonl"))
+    return [
+        Finding("records", True, f"{count(len(records), 'record')}, every line as the schema says"),
+        Finding("device", slug == folder.name, f"environment.json names {slug}"),
+        _source(records),
+        _marks(records),
+        Finding("size", size <= MOST_BYTES, f"{size / 1e6:.1f} MB of {MOST_BYTES / 1e6:.0f} MB"),
+        _tables(folder),
+    ]
+
+
+def _source(records: list[Record]) -> Finding:
+    commits = sorted({record.source.get("commit", "unknown") for record in records})
+    num_changed = sum(record.source.get("dirty") is not False for record in records)
+    is_fine = "unknown" not in commits and not num_changed
+    detail = listing(commit[:8] for commit in commits)
+    if num_changed:
+        detail += f"; {count(num_changed, 'record')} of changed or unknown code"
+    return Finding("commit", is_fine, detail)
+
+
+def _marks(records: list[Record]) -> Finding:
+    measured = [record for record in records if record.status == "ok"]
+    num_disturbed = sum(bool(record.telemetry.get("disturbed")) for record in measured)
+    failed = [record for record in records if record.status in ("error", "timeout")]
+    detail = f"{num_disturbed} of {count(len(measured), 'measurement')} disturbed"
+    if failed:
+        detail += f"; {count(len(failed), 'error')}, the first: {failed[0].reason[:80]}"
+    return Finding("marks", num_disturbed <= MOST_DISTURBED * len(measured), detail)
+
+
+def _tables(folder: Path) -> Finding:
+    """Rebuilds the tables from the records, elsewhere, and compares them byte for byte."""
+    one = re.sub(r"^\d+x-", "", folder.name)
+    with tempfile.TemporaryDirectory() as root:
+        copy = Path(root, folder.name)
+        # Chapter 07, in the folder of several devices, reads what one of them measured.
+        for beside in {folder, folder.parent / one}:
+            if (beside / "records").is_dir():
+                shutil.copytree(beside / "records", Path(root, beside.name, "records"))
+        if (folder / "environment.json").exists():
+            shutil.copy(folder / "environment.json", copy)
+        render.rebuild(one, output=Path(root))
+        names = {path.name for path in (*folder.glob("tables/*"), *copy.glob("tables/*"))}
+        differ = [
+            name
+            for name in sorted(names)
+            if _content(folder / "tables" / name) != _content(copy / "tables" / name)
+        ]
+    if differ:
+        return Finding("tables", False, f"{listing(differ, 3)} do not follow from the records")
+    return Finding("tables", True, f"{count(len(names), 'table')}, each as its records say")
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
