@@ -2,7 +2,6 @@
 instants.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -24,8 +23,9 @@ def wait_for(path: str):
         time.sleep(0.02)
 
 
-def rank_and_device() -> tuple[int, str]:
-    return dist.get_rank(), str(rank_device())
+def rank_and_device():
+    yield dist.get_rank()
+    yield str(rank_device())
 
 
 def end(how: str | int):
@@ -42,8 +42,6 @@ def end(how: str | int):
             time.sleep(600)
         if how == "exit":
             os._exit(0)
-        if how == "crash":
-            ctypes.string_at(0)
         if how == "shape":
             size = 1004
         if isinstance(how, int):

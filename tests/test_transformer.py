@@ -4,12 +4,8 @@ Shape suffixes as in labkit.models.transformer: B batch, T tokens, C d_model, H 
 dimension, V vocabulary.
 """
 
-import concurrent.futures
-import copy
 import dataclasses
 import math
-import multiprocessing
-import pickle
 
 import pytest
 import torch
@@ -22,7 +18,6 @@ from labkit.models.transformer import (
     RMSNorm,
     RotaryEmbedding,
     TransformerLM,
-    language_model_loss,
 )
 
 TINY = ModelConfig("tiny", "test", d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61)
@@ -170,8 +165,7 @@ def test_other_implementations_are_as_near_to_the_formulas_as_eager(interpreted)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("compiled", "autocast"), [(False, False), (True, True)])
 def test_on_a_gpu_the_fused_model_is_as_near_to_the_formulas_as_eager(compiled, autocast):
     check_loss_and_gradients(call, "fused", compiled, autocast, "cuda")
 
@@ -220,7 +214,6 @@ def test_parameters_are_those_of_the_formulas_and_drawn_as_documented(impl):
         ({}, {"impl": "fast"}, "unknown impl 'fast'; accepted: eager, fused"),
         ({}, {"attention": "flash"}, "unknown attention 'flash'; accepted: .*course"),
         ({"num_heads": 16}, {}, "d_model 48 must be num_heads 16 times an even"),
-        ({"d_model": 50, "num_heads": 4}, {}, "d_model 50 must be num_heads 4 times an even"),
     ],
 )
 def test_a_bad_model_is_refused(change, options, message):
@@ -254,15 +247,6 @@ def test_rms_norm_of_16_bits_is_its_formula_rounded_once(scale):
     assert norm(x).dtype == torch.bfloat16 and relative.max().item() <= bound
 
 
-def test_the_loss_is_the_mean_negative_log_probability():
-    logits_BTV, targets_BT = 4 * randn(3, 5, 61), draw_tokens(3, 5)
-    chosen_BT = logits_BTV.gather(2, targets_BT[..., None]).squeeze(2)
-    expected = (logits_BTV.exp().sum(-1).log() - chosen_BT).mean().item()
-    loss = language_model_loss(logits_BTV.float(), targets_BT).item()
-    # The longest sum has 61 terms.
-    assert abs(loss - expected) <= 61 * unit_roundoff(torch.float32) * abs(expected)
-
-
 @pytest.mark.parametrize("impl", MODEL_IMPLS)
 def test_a_model_made_on_the_meta_device_is_filled_by_a_state(impl):
     """The tables of the rotation are in no state: they are made again."""
@@ -275,26 +259,9 @@ def test_a_model_made_on_the_meta_device_is_filled_by_a_state(impl):
     assert torch.equal(filled(tokens), whole(tokens))
 
 
-def test_tables_keep_their_values_when_a_model_is_made_or_moved_in_another_dtype():
-    # Rounded to bf16, positions beyond 256 could not be told apart.
-    model = TransformerLM(TINY, max_context=300, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+def test_tables_keep_their_values_when_a_model_is_moved_to_another_dtype():
+    # Made again from tables in bf16, positions beyond 256 could not be told apart.
+    model = TransformerLM(TINY, max_context=300)
     table = model.rotary.cos_TD.clone()
     for dtype in (torch.bfloat16, torch.float64):
         assert torch.equal(model.to(dtype).rotary.cos_TD, table.to(dtype))
-
-
-def run_pickled(model: bytes, tokens: Tensor) -> Tensor:
-    return pickle.loads(model)(tokens).detach()
-
-
-def test_copies_of_a_model_are_the_model():
-    """Unpickled too, in a process that has made none."""
-    model, tokens = build(impl="fused"), draw_tokens(2, 9)
-    expected = model(tokens)
-    assert torch.equal(copy.deepcopy(model)(tokens), expected)
-    spawning = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawning) as pool:
-        result = pool.submit(run_pickled, pickle.dumps(model), tokens).result(120)
-    assert torch.equal(result, expected)

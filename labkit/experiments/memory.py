@@ -261,12 +261,12 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
     d_model = parameters["d_model"]
     shape = (parameters["batch"], parameters["context"], d_model)
     config = ModelConfig("", "", d_model, parameters["d_ff"], 1, parameters["num_heads"])
-    rotary = RotaryEmbedding(config.d_head, shape[1], config.rope_theta, device=kind)
+    rotary = RotaryEmbedding(config.d_head, shape[1], config.rope_theta).to(kind)
     if part == "rms_norm":
-        modules = nn.ModuleList([RMSNorm(d_model, device=kind)])
+        modules = nn.ModuleList([RMSNorm(d_model).to(kind)])
     else:
         num_blocks = 1 if part == "block" else 4
-        modules = nn.ModuleList(Block(config, "eager", device=kind) for _ in range(num_blocks))
+        modules = nn.ModuleList(Block(config, "eager").to(kind) for _ in range(num_blocks))
     x_BTC = torch.randn(shape, device=kind, requires_grad=True)
     grad_out_BTC = torch.randn(shape, device=kind)
     plan = (2,) if part.endswith("by_pairs") else ()

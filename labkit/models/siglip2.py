@@ -75,22 +75,25 @@ def interpolation_weights(sizes_M: Tensor, places_M: Tensor, side: int) -> Tenso
 
 
 def pack_images(
-    grids_I2: Tensor, num_patches: int, side: int, dtype: torch.dtype, longest: int | None
+    grids_I2: Tensor,
+    num_patches: int,
+    side: int,
+    dtype: torch.dtype,
+    longest: int | None,
 ) -> Packing:
     """Returns the packing of images by their grids, computed on their device without reading from
     it.
     """
     cu_seqlens = F.pad(grids_I2.prod(1).cumsum(0), (1, 0))
     patches_M = torch.arange(num_patches, device=grids_I2.device)
-    images_M = torch.searchsorted(cu_seqlens[1:], patches_M, right=True).clamp(
-        max=grids_I2.shape[0] - 1
-    )
+    images_M = torch.searchsorted(cu_seqlens[1:], patches_M, right=True)
+    images_M = images_M.clamp(max=len(grids_I2) - 1)
     heights_M, widths_M = grids_I2[images_M].unbind(1)
     places_M = patches_M - cu_seqlens[images_M]
     rows_MS = interpolation_weights(heights_M, places_M // widths_M, side)
     cols_MS = interpolation_weights(widths_M, places_M % widths_M, side)
-    positions_MP = (rows_MS[:, :, None] * cols_MS[:, None, :]).flatten(1).to(dtype)
-    return Packing(cu_seqlens.int(), positions_MP, longest)
+    positions_MP = (rows_MS[:, :, None] * cols_MS[:, None, :]).flatten(1)
+    return Packing(cu_seqlens.int(), positions_MP.to(dtype), longest)
 
 
 def interpolated_positions(table_PC: Tensor, grids_I2: Tensor, side: int) -> Tensor:
@@ -115,30 +118,35 @@ def _flex():
     return torch.compile(create_block_mask, options=MASK_OPTIONS), torch.compile(flex_attention)
 
 
-def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tensor) -> Tensor:
+def masked_attention(
+    q_MHD: Tensor,
+    k_MHD: Tensor,
+    v_MHD: Tensor,
+    grids_I2: Tensor,
+) -> Tensor:
     """Returns attention within each image (M, H, D), by a mask of which patches are of one image,
     made here.
     """
-    num_patches, device = q_MHD.shape[0], q_MHD.device
-    images_I = torch.arange(grids_I2.shape[0], device=device)
+    num_patches = len(q_MHD)
+    device = q_MHD.device
+    images_I = torch.arange(len(grids_I2), device=device)
     images_M = images_I.repeat_interleave(grids_I2.to(device).prod(1), output_size=num_patches)
-    if device.type != "cuda":
-        heads = (x_MHD.transpose(0, 1) for x_MHD in (q_MHD, k_MHD, v_MHD))
-        mask = images_M[:, None] == images_M
-        return F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(0, 1)
-    create_block_mask, flex_attention = _flex()
-    padding = -num_patches % MASK_BLOCK
+    padding = -num_patches % MASK_BLOCK if device.type == "cuda" else 0
     images_M = F.pad(images_M, (0, padding), value=-1)
+    heads = [
+        F.pad(x_MHD, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unsqueeze(0)
+        for x_MHD in (q_MHD, k_MHD, v_MHD)
+    ]
+    if device.type != "cuda":
+        mask = images_M[:, None] == images_M
+        return F.scaled_dot_product_attention(*heads, attn_mask=mask)[0].transpose(0, 1)
+    create_block_mask, flex_attention = _flex()
 
     def is_one_image(_batch, _head, query, key):
         return images_M[query] == images_M[key]
 
-    length = num_patches + padding
+    length = len(images_M)
     mask = create_block_mask(is_one_image, None, None, length, length, device=device)
-    heads = (
-        F.pad(x_MHD, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unsqueeze(0)
-        for x_MHD in (q_MHD, k_MHD, v_MHD)
-    )
     return flex_attention(*heads, block_mask=mask)[0].transpose(0, 1)[:num_patches]
 
 
@@ -149,23 +157,33 @@ class Attention(nn.Module):
     `attend` then gets that, cumulative lengths and the longest, as `flash_attention_qkv` does.
     """
 
-    def __init__(self, config: Siglip2Config, step: int, attend: Callable[..., Tensor], **factory):
+    def __init__(
+        self,
+        config: Siglip2Config,
+        step: int,
+        attend: Callable[..., Tensor],
+    ):
         super().__init__()
         width = config.d_model
-        self.num_heads, self.dropout = config.num_heads, config.dropout
-        self.step, self.attend = step, attend
+        self.config = config
+        self.step = step
+        self.attend = attend
         if step >= ATTENTION:
-            self.qkv_proj = nn.Linear(width, 3 * width, **factory)
+            self.qkv_proj = nn.Linear(width, 3 * width)
             self.register_state_dict_post_hook(_split_projections)
             self.register_load_state_dict_pre_hook(_join_projections)
         else:
-            self.q_proj = nn.Linear(width, width, **factory)
-            self.k_proj = nn.Linear(width, width, **factory)
-            self.v_proj = nn.Linear(width, width, **factory)
-        self.out_proj = nn.Linear(width, width, **factory)
+            self.q_proj = nn.Linear(width, width)
+            self.k_proj = nn.Linear(width, width)
+            self.v_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
 
     def forward(
-        self, x_MC: Tensor, norm: tuple | None, images: Tensor | Packing, seed: Tensor | None
+        self,
+        x_MC: Tensor,
+        norm: tuple | None,
+        images: Tensor | Packing,
+        seed: Tensor | None,
     ) -> Tensor:
         """Returns (M, C).
 
@@ -174,14 +192,15 @@ class Attention(nn.Module):
             images: their packing, for "eager" their grids.
             seed: of the dropout that is drawn again in backward, None for PyTorch's.
         """
+        num_heads = self.config.num_heads
         if self.step >= ATTENTION:
             qkv = self.qkv_proj
             qkv_MF = norm_linear(x_MC, qkv.weight, qkv.bias, norm) if norm else qkv(x_MC)
-            qkv_M3HD = qkv_MF.unflatten(1, (3, self.num_heads, -1))
+            qkv_M3HD = qkv_MF.unflatten(1, (3, num_heads, -1))
             out_MHD = self.attend(qkv_M3HD, images.cu_seqlens, images.longest)
         else:
             projections = (self.q_proj, self.k_proj, self.v_proj)
-            qkv_MHD = [project(x_MC).unflatten(1, (self.num_heads, -1)) for project in projections]
+            qkv_MHD = [project(x_MC).unflatten(1, (num_heads, -1)) for project in projections]
             if self.step == EAGER:
                 out_MHD = masked_attention(*qkv_MHD, images)
             else:
@@ -192,16 +211,18 @@ class Attention(nn.Module):
                     max_seqlen_q=images.longest,
                     max_seqlen_k=images.longest,
                 )
-        out_MC, out = out_MHD.flatten(1), self.out_proj
+        out = self.out_proj
+        out_MC = out_MHD.flatten(1)
+        dropout = self.config.dropout
         if seed is not None:
-            return dropout_linear(out_MC, out.weight, out.bias, self.dropout, seed)
-        return out(F.dropout(out_MC, self.dropout, self.training))
+            return dropout_linear(out_MC, out.weight, out.bias, dropout, seed)
+        return out(F.dropout(out_MC, dropout, self.training))
 
 
 def _split_projections(_module, state_dict, prefix, _metadata) -> None:
     for kind in ("weight", "bias"):
-        joined = state_dict.pop(f"{prefix}qkv_proj.{kind}")
-        for name, part in zip("qkv", joined.chunk(3), strict=True):
+        parts = state_dict.pop(f"{prefix}qkv_proj.{kind}").chunk(3)
+        for name, part in zip("qkv", parts, strict=True):
             state_dict[f"{prefix}{name}_proj.{kind}"] = part
 
 
@@ -216,15 +237,17 @@ def _join_projections(_module, state_dict, prefix, *_) -> None:
 class MLP(nn.Module):
     """fc2(gelu(fc1(x))) with tanh-GELU; `keep` as `gelu_mlp` takes it."""
 
-    def __init__(self, config: Siglip2Config, step: int, keep: bool, **factory):
+    def __init__(self, config: Siglip2Config, step: int, keep: bool):
         super().__init__()
-        self.fc1 = nn.Linear(config.d_model, config.d_ff, **factory)
-        self.fc2 = nn.Linear(config.d_ff, config.d_model, **factory)
-        self.step, self.keep = step, keep
+        self.fc1 = nn.Linear(config.d_model, config.d_ff)
+        self.fc2 = nn.Linear(config.d_ff, config.d_model)
+        self.step = step
+        self.keep = keep
 
     def forward(self, x_MC: Tensor, norm: tuple | None) -> Tensor:
         if self.step < FUSED:
-            return self.fc2(F.gelu(self.fc1(x_MC), approximate="tanh"))
+            hidden_MF = F.gelu(self.fc1(x_MC), approximate="tanh")
+            return self.fc2(hidden_MF)
         parameters = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         return gelu_mlp(x_MC, *parameters, keep=self.keep, norm=norm)
 
@@ -235,10 +258,10 @@ def add_and_norm(norm: nn.LayerNorm, x_MC: Tensor, residual_MC: Tensor | None, s
         total_MC = x_MC if residual_MC is None else residual_MC + x_MC
         return norm(total_MC), total_MC, None
     parameters = (norm.weight, norm.bias, norm.eps)
-    if residual_MC is None:
-        normed_MC, total_MC = layer_norm(x_MC, *parameters), x_MC
-    else:
-        normed_MC, total_MC = layer_norm(x_MC, *parameters, residual=residual_MC)
+    normed_MC = layer_norm(x_MC, *parameters, residual=residual_MC)
+    total_MC = x_MC
+    if residual_MC is not None:
+        normed_MC, total_MC = normed_MC
     return normed_MC, total_MC, (total_MC, *parameters)
 
 
@@ -247,20 +270,25 @@ class Layer(nn.Module):
     follows.
     """
 
-    def __init__(self, config: Siglip2Config, step: int, attend, keep: bool, **factory):
+    def __init__(self, config: Siglip2Config, step: int, attend, keep: bool):
         super().__init__()
-        self.layer_norm1 = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS, **factory)
-        self.self_attn = Attention(config, step, attend, **factory)
-        self.layer_norm2 = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS, **factory)
-        self.mlp = MLP(config, step, keep, **factory)
+        self.layer_norm1 = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS)
+        self.self_attn = Attention(config, step, attend)
+        self.layer_norm2 = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(config, step, keep)
         self.step = step
 
     def forward(
-        self, x_MC: Tensor, residual_MC: Tensor | None, images: Tensor | Packing, seed
+        self,
+        x_MC: Tensor,
+        residual_MC: Tensor | None,
+        images: Tensor | Packing,
+        seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        normed_MC, residual_MC, norm = add_and_norm(self.layer_norm1, x_MC, residual_MC, self.step)
+        step = self.step
+        normed_MC, residual_MC, norm = add_and_norm(self.layer_norm1, x_MC, residual_MC, step)
         x_MC = self.self_attn(normed_MC, norm, images, seed)
-        normed_MC, residual_MC, norm = add_and_norm(self.layer_norm2, x_MC, residual_MC, self.step)
+        normed_MC, residual_MC, norm = add_and_norm(self.layer_norm2, x_MC, residual_MC, step)
         return self.mlp(normed_MC, norm), residual_MC
 
 
@@ -280,11 +308,11 @@ class Siglip2Encoder(nn.Module):
             takes.
         recomputed: of how many layers backward computes the MLP's hidden layer again, "fused" only:
             one matmul more for M · d_ff elements less of memory, each.
-        factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
-        ValueError: an unknown impl; d_model no multiple of num_heads; `recomputed` for an impl that
-            keeps all, or not from 0 to num_layers.
+        ValueError: an unknown impl; `recomputed` for an impl that keeps all, or not from 0 to
+            num_layers.
     """
 
     def __init__(
@@ -294,35 +322,36 @@ class Siglip2Encoder(nn.Module):
         *,
         attend: Callable[..., Tensor] = flash_attention_qkv,
         recomputed: int = 0,
-        **factory,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if impl not in IMPLS:
             raise ValueError(f"unknown impl {impl!r}; accepted: {', '.join(IMPLS)}")
-        if config.num_heads < 1 or config.d_model % config.num_heads:
-            raise ValueError(
-                f"d_model must be a multiple of num_heads, {config.num_heads}; got {config.d_model}"
-            )
         most = config.num_layers if impl == "fused" else 0
         if not 0 <= recomputed <= most:
             raise ValueError(
                 f"recomputed must be from 0 to {most} with impl={impl!r}; got {recomputed}"
             )
-        self.config, self.impl, self.step = config, impl, IMPLS.index(impl)
-        self.patch_embedding = nn.Linear(config.patch_dim, config.d_model, **factory)
-        self.position_embedding = nn.Embedding(config.position_side**2, config.d_model, **factory)
-        self.layers = nn.ModuleList(
-            Layer(config, self.step, attend, number >= recomputed, **factory)
-            for number in range(config.num_layers)
-        )
-        self.post_layernorm = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS, **factory)
-        # As transformers does it; of three projections in one, each is drawn as if alone.
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                for part in module.weight.detach().chunk(3 if name.endswith("qkv_proj") else 1):
-                    nn.init.xavier_uniform_(part)
-                nn.init.zeros_(module.bias)
+        self.config = config
+        self.impl = impl
+        self.step = IMPLS.index(impl)
+        with torch.device(device or torch.get_default_device()):
+            self.patch_embedding = nn.Linear(config.patch_dim, config.d_model)
+            self.position_embedding = nn.Embedding(config.position_side**2, config.d_model)
+            self.layers = nn.ModuleList(
+                Layer(config, self.step, attend, number >= recomputed)
+                for number in range(config.num_layers)
+            )
+            self.post_layernorm = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS)
+        # As transformers does it, q, k and v apart, which a state is whatever the impl.
+        for name, value in sorted(self.state_dict().items()):
+            if name.endswith("bias"):
+                nn.init.zeros_(value)
+            elif value.dim() == 2:
+                nn.init.xavier_uniform_(value)
         nn.init.normal_(self.position_embedding.weight, std=config.d_model**-0.5)
+        self.to(dtype=dtype)
 
     def forward(self, patches_MK: Tensor, grids: Tensor | Packing) -> Tensor:
         """Returns one row per patch (M, C), after the final LayerNorm.
@@ -340,15 +369,16 @@ class Siglip2Encoder(nn.Module):
                 capture of a CUDA graph wants it.
 
         Raises:
-            ValueError, TypeError: arguments that do not fit, by name. Values of grids are not
-                checked where it is compiled or on the meta device.
+            ValueError: grids that do not fit. Their values are not checked where it is compiled or
+                on the meta device, and by "eager" only in their sum.
         """
-        packing = self._packing(patches_MK, grids)
-        x_MC = self.embed(patches_MK, grids, packing)
+        images = grids
+        if self.step > EAGER and not isinstance(grids, Packing):
+            images = self.pack(grids, len(patches_MK))
+        x_MC = self.embed(patches_MK, grids, images)
         seeds = [None] * len(self.layers)
         if self.training and self.config.dropout and self.step >= ATTENTION:
             seeds = torch.randint(2**63 - 1, (len(self.layers),), device=x_MC.device).unbind()
-        images = grids if packing is None else packing
         residual_MC = None
         for layer, seed in zip(self.layers, seeds, strict=True):
             x_MC, residual_MC = layer(x_MC, residual_MC, images, seed)
@@ -358,78 +388,45 @@ class Siglip2Encoder(nn.Module):
         """Returns the embedded patches plus their positions (M, C), from "positions" on by the
         packing's weights.
         """
-        x_MC, table_PC = self.patch_embedding(patches_MK), self.position_embedding.weight
+        x_MC = self.patch_embedding(patches_MK)
+        table_PC = self.position_embedding.weight
         if self.step >= POSITIONS:
             # Under autocast patches come in 16 bits and leave in those of the table, as the other
             # implementations' do.
             return x_MC.to(table_PC.dtype).addmm_(packing.positions, table_PC)
-        return x_MC + interpolated_positions(table_PC, grids_I2, self.config.position_side)
+        positions_MC = interpolated_positions(table_PC, grids_I2, self.config.position_side)
+        if positions_MC.shape != x_MC.shape:
+            raise ValueError(
+                f"grids of {len(positions_MC)} patches; accepted: of as many as there are, "
+                f"{len(x_MC)}"
+            )
+        return x_MC + positions_MC
 
-    def pack(self, grids_I2: Tensor) -> Packing:
-        """Returns the packing of images by their grids (I, 2), whose values it reads.
+    def pack(self, grids_I2: Tensor, num_patches: int | None = None) -> Packing:
+        """Returns the packing of images by their grids (I, 2), of `num_patches` if given.
 
-        Raises ValueError and TypeError for grids that forward does not take.
+        Reads the grids' values, which may wait for the device, but not where it is compiled or on
+        the meta device: images are then as long as all patches at most.
+
+        Raises ValueError for grids that forward does not take.
         """
-        return self._pack(grids_I2, self._sizes(grids_I2))
-
-    def _pack(self, grids_I2: Tensor, sizes: list[int]) -> Packing:
+        is_whole = isinstance(grids_I2, Tensor) and grids_I2.dtype in (torch.int32, torch.int64)
+        if not is_whole or grids_I2.shape[1:] != (2,) or not len(grids_I2):
+            accepted = "an int32 or int64 tensor (images, 2), of one image and more"
+            raise ValueError(f"grids must be {accepted}; got {grids_I2}")
         table_PC = self.position_embedding.weight
-        side = self.config.position_side if self.step >= POSITIONS else 0
-        grids_I2 = grids_I2.to(table_PC.device, non_blocking=table_PC.is_cuda)
-        return pack_images(grids_I2, sum(sizes), side, table_PC.dtype, max(sizes))
-
-    def _packing(self, patches_MK: Tensor, grids: Tensor | Packing) -> Packing | None:
-        """Returns the packing of a batch, None for "eager", which takes grids as they are; raises
-        for a bad batch.
-        """
-        weight, num_patches = self.patch_embedding.weight, patches_MK.shape[0]
-        if patches_MK.dim() != 2 or patches_MK.shape[1] != weight.shape[1] or not num_patches:
-            raise ValueError(
-                f"patches must be (patches of all images, {weight.shape[1]}), at least one; got "
-                f"{tuple(patches_MK.shape)}"
-            )
-        if patches_MK.dtype != weight.dtype or patches_MK.device != weight.device:
-            raise ValueError(
-                f"patches must be as the parameters are, {weight.dtype} on {weight.device}; got "
-                f"{patches_MK.dtype} on {patches_MK.device}"
-            )
-        is_packed = isinstance(grids, Packing)
-        if is_packed and self.step < POSITIONS:
-            raise TypeError(f"grids must be a tensor with impl={self.impl!r}; got a packing")
-        sizes = [len(grids.positions)] if is_packed else self._sizes(grids, num_patches)
-        if sum(sizes) != num_patches:
-            raise ValueError(
-                "the products of the grids must sum to the number of patches; they sum to "
-                f"{sum(sizes)}, and there are {num_patches}"
-            )
-        if is_packed:
-            return grids
-        return None if self.step == EAGER else self._pack(grids, sizes)
-
-    def _sizes(self, grids: Tensor, num_patches: int | None = None) -> list[int]:
-        """Returns how many patches each image has, once the grids are checked. Reading them may
-        wait for the device.
-
-        With num_patches, these are returned of one image where there are no values to read.
-        """
-        device = self.position_embedding.weight.device
-        if not isinstance(grids, Tensor) or grids.dtype not in (torch.int32, torch.int64):
-            kind = grids.dtype if isinstance(grids, Tensor) else type(grids).__name__
-            raise TypeError(f"grids must be an int32 or int64 tensor or a packing; got {kind}")
-        if grids.dim() != 2 or grids.shape[1] != 2 or not grids.shape[0]:
-            shape = tuple(grids.shape)
-            raise ValueError(f"grids must be (images, 2), at least one; got shape {shape}")
-        if grids.device.type != "cpu" and grids.device != device:
-            raise ValueError(
-                f"grids must be on the CPU or on {device} as the parameters are; got {grids.device}"
-            )
-        if num_patches and (torch.compiler.is_compiling() or device.type == "meta"):
-            return [num_patches]
-        sizes = []
-        for image, (height, width) in enumerate(grids.tolist()):
-            if height < 1 or width < 1:
+        longest = num_patches
+        if not num_patches or not (torch.compiler.is_compiling() or table_PC.is_meta):
+            sides = grids_I2.tolist()
+            sizes = [height * width for height, width in sides]
+            least = min(map(min, sides))
+            if least < 1 or num_patches not in (None, sum(sizes)):
                 raise ValueError(
-                    f"grids must be of sides of at least 1; image {image} has {height} x {width}"
+                    f"grids must have sides of at least 1 and {num_patches} patches in all; got "
+                    f"sides from {least} and {sum(sizes)} patches"
                 )
-            sizes.append(height * width)
-        return sizes
+            num_patches = sum(sizes)
+            longest = max(sizes)
+        side = self.config.position_side if self.step >= POSITIONS else 0
+        grids_I2 = grids_I2.to(table_PC.device, non_blocking=True)
+        return pack_images(grids_I2, num_patches, side, table_PC.dtype, longest)

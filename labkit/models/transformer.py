@@ -39,9 +39,9 @@ gate, the loss. course: SwiGLU's gate and the loss from plain operators.
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, the statistics in fp32 whatever the input's dtype."""
 
-    def __init__(self, d_model: int, impl: str = "eager", **factory):
+    def __init__(self, d_model: int, impl: str = "eager"):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model, **factory))
+        self.weight = nn.Parameter(torch.ones(d_model))
         self.fused = None
         if impl == "fused":
             # Here, since PyTorch's compiler comes with it: seconds that the other models spare.
@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
             self.fused = rms_norm
 
     def forward(self, x: Stream) -> Tensor:
-        if self.fused is not None:
+        if self.fused:
             return self.with_sum(x)[0]
         x_fp32 = x.float()
         inverse_rms = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + RMS_NORM_EPS)
@@ -66,22 +66,32 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotates the two halves of each head's dimension by position · θ^(−2i/D)."""
 
-    def __init__(self, d_head: int, max_context: int, theta: float, device=None):
+    def __init__(
+        self,
+        d_head: int,
+        max_context: int,
+        theta: float,
+    ):
         super().__init__()
         self.theta = theta
-        exponent = -torch.arange(0, d_head, 2, device=device, dtype=torch.float64) / d_head
-        position = torch.arange(max_context, device=device, dtype=torch.float64)
-        angle_TD = torch.outer(position, theta**exponent).repeat(1, 2)
-        self.register_buffer("cos_TD", angle_TD.cos().float(), persistent=False)
-        self.register_buffer("sin_TD", angle_TD.sin().float(), persistent=False)
+        empty_TD = torch.empty(max_context, d_head, dtype=torch.float32)
+        self.register_buffer("cos_TD", empty_TD, persistent=False)
+        self.register_buffer("sin_TD", empty_TD.clone(), persistent=False)
+        self._fill_tables()
+
+    def _fill_tables(self) -> None:
+        # Of fp32's values in every dtype.
+        max_context, d_head = self.cos_TD.shape
+        exponent = -torch.arange(0, d_head, 2, dtype=torch.float64, device="cpu") / d_head
+        position = torch.arange(max_context, dtype=torch.float64, device="cpu")
+        angle_TD = torch.outer(position, self.theta**exponent).repeat(1, 2)
+        self.cos_TD.copy_(angle_TD.cos().float())
+        self.sin_TD.copy_(angle_TD.sin().float())
 
     def _apply(self, fn, recurse=True):
         # From the meta device tables come without values, and no state dict has them.
         super()._apply(fn, recurse)
-        max_context, d_head = self.cos_TD.shape
-        tables = RotaryEmbedding(d_head, max_context, self.theta, device="cpu")
-        self.cos_TD.copy_(tables.cos_TD)
-        self.sin_TD.copy_(tables.sin_TD)
+        self._fill_tables()
         return self
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
@@ -95,15 +105,20 @@ class RotaryEmbedding(nn.Module):
 class CausalSelfAttention(nn.Module):
     """Multi-head attention without biases; `attention` names the implementation, see ATTENTION."""
 
-    def __init__(self, config: ModelConfig, attention: str, impl: str = "eager", **factory):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: str,
+        impl: str = "eager",
+    ):
         super().__init__()
-        self.num_heads, self.attention = config.num_heads, attention
+        self.num_heads = config.num_heads
+        self.attention = attention
         width = config.d_model
-        linear = functools.partial(nn.Linear, bias=False, **factory)
-        self.q_proj = linear(width, width)
-        self.k_proj = linear(width, width)
-        self.v_proj = linear(width, width)
-        self.out_proj = linear(width, width)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.out_proj = nn.Linear(width, width, bias=False)
         self.fused_rotary = None
         if impl == "fused":
             from labkit.kernels.rotary import rotary
@@ -111,14 +126,12 @@ class CausalSelfAttention(nn.Module):
             self.fused_rotary = rotary
 
     def forward(self, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        def heads(y_BTC: Tensor) -> Tensor:
-            return y_BTC.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-        q_BHTD = heads(self.q_proj(x_BTC))
-        k_BHTD = heads(self.k_proj(x_BTC))
-        v_BHTD = heads(self.v_proj(x_BTC))
+        q_BHTD, k_BHTD, v_BHTD = (
+            project(x_BTC).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         attend = ATTENTION[self.attention]
-        if self.fused_rotary is not None:
+        if self.fused_rotary:
             q_BHTD, k_BHTD = self.fused_rotary(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
             out_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, causal=True)
         else:
@@ -131,12 +144,11 @@ class CausalSelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)): three matrices."""
 
-    def __init__(self, config: ModelConfig, impl: str = "eager", **factory):
+    def __init__(self, config: ModelConfig, impl: str = "eager"):
         super().__init__()
-        linear = functools.partial(nn.Linear, bias=False, **factory)
-        self.gate_proj = linear(config.d_model, config.d_ff)
-        self.up_proj = linear(config.d_model, config.d_ff)
-        self.down_proj = linear(config.d_ff, config.d_model)
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
         self.silu = course.silu if impl == "course" else F.silu
         self.fused = None
         if impl == "fused":
@@ -145,7 +157,7 @@ class SwiGLU(nn.Module):
             self.fused = swiglu
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused is not None:
+        if self.fused:
             return self.down_proj(self.fused(self.gate_proj(x), self.up_proj(x)))
         return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
 
@@ -156,13 +168,18 @@ class Block(nn.Module):
     Fused, it leaves the last addition to the next norm.
     """
 
-    def __init__(self, config: ModelConfig, attention: str, impl: str = "eager", **factory):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: str,
+        impl: str = "eager",
+    ):
         super().__init__()
         self.impl = impl
-        self.attention_norm = RMSNorm(config.d_model, impl, **factory)
-        self.attention = CausalSelfAttention(config, attention, impl, **factory)
-        self.feed_forward_norm = RMSNorm(config.d_model, impl, **factory)
-        self.feed_forward = SwiGLU(config, impl, **factory)
+        self.attention_norm = RMSNorm(config.d_model, impl)
+        self.attention = CausalSelfAttention(config, attention, impl)
+        self.feed_forward_norm = RMSNorm(config.d_model, impl)
+        self.feed_forward = SwiGLU(config, impl)
 
     def forward(self, x_BTC: Stream, rotary: RotaryEmbedding) -> Stream:
         if self.impl == "fused":
@@ -184,7 +201,7 @@ class TransformerLM(nn.Module):
         max_context: the longest T it accepts.
         attention: a key of ATTENTION.
         impl: one of MODEL_IMPLS; the parameters are the same.
-        device, dtype: of the parameters.
+        device: of the parameters.
 
     Raises:
         ValueError: unknown attention or impl; d_model no multiple of num_heads; an odd head
@@ -198,8 +215,7 @@ class TransformerLM(nn.Module):
         max_context: int,
         attention: str = "eager",
         impl: str = "eager",
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
     ):
         super().__init__()
         if impl not in MODEL_IMPLS:
@@ -211,15 +227,16 @@ class TransformerLM(nn.Module):
                 f"d_model {config.d_model} must be num_heads {config.num_heads} "
                 "times an even head dimension"
             )
-        factory = {"device": device, "dtype": dtype}
-        self.config, self.impl, self.max_context = config, impl, max_context
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model, **factory)
-        self.blocks = nn.ModuleList(
-            Block(config, attention, impl, **factory) for _ in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.d_model, impl, **factory)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
-        self.rotary = RotaryEmbedding(config.d_head, max_context, config.rope_theta, device=device)
+        self.config = config
+        self.impl = impl
+        self.max_context = max_context
+        with torch.device(device or torch.get_default_device()):
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+            blocks = [Block(config, attention, impl) for _ in range(config.num_layers)]
+            self.blocks = nn.ModuleList(blocks)
+            self.norm = RMSNorm(config.d_model, impl)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.rotary = RotaryEmbedding(config.d_head, max_context, config.rope_theta)
         # Every matrix is drawn from N(0, 0.02²), as GPT-2 does; norm gains stay 1.
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):

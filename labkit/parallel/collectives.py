@@ -1,5 +1,4 @@
-"""Times the collectives of torch.distributed, checks their results and fits a latency and a
-bandwidth to them.
+"""Times the collectives of torch.distributed and checks their results; copies between GPUs.
 
 Sizes and rates as nccl-tests (doc/PERFORMANCE.md) defines them: the size S is that of the larger of
 a rank's input and output; the algorithm bandwidth is S/t, the bus bandwidth that times
@@ -7,8 +6,8 @@ a rank's input and output; the algorithm bandwidth is S/t, the bus bandwidth tha
 
 Transports: "default" is the process group's own (NCCL or gloo). "ctas_N" is NCCL with at most N
 thread blocks. "zero_cta" is NCCL 2.28 and later on its own symmetric memory, which has copy engines
-move the data where it can. "copy" is `PeerCopy`. A process can use one kind of symmetric memory: do
-not mix "zero_cta" and "copy" in a launch.
+move the data where it can. "copy" is `PeerMemory`. A process can use one kind of symmetric memory:
+do not mix "zero_cta" and "copy" in a launch.
 """
 
 import functools
@@ -26,13 +25,14 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from labkit.accounting import OPERATIONS, bus_factor
-from labkit.parallel.launch import rank_device
+from labkit.parallel.launch import moment, rank_device
 
 # Their names until torch 2.12, of which later versions warn.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-NUM_WARMUP, NUM_SAMPLES = 2, 20
+NUM_WARMUP = 2
+NUM_SAMPLES = 20
 NUM_CALLS = 5
 """Calls of a sample on CUDA."""
 
@@ -50,76 +50,48 @@ def start(operation: Callable, pairs: Sequence[tuple[Tensor, Tensor]], *options:
     return [work]
 
 
-def check_ranks_agree(values: list, problem: str = "") -> None:
-    """Raises ValueError, on every rank alike, for the problem of a rank, or for values that differ
-    from rank 0's. Collective.
-    """
+def check_ranks_agree(values: list) -> None:
+    """Raises ValueError, on every rank alike, for values that differ from rank 0's. Collective."""
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (problem, values))
-    for rank, (problem, values) in enumerate(everyone):
-        if problem:
-            raise ValueError(f"rank {rank}: {problem}")
-        for first, other in itertools.zip_longest(everyone[0][1], values):
+    dist.all_gather_object(everyone, values)
+    for rank, values in enumerate(everyone):
+        for first, other in itertools.zip_longest(everyone[0], values):
             if first != other:
                 raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
 
 
 class PeerMemory:
-    """A buffer of `num_elements` on every rank, which all ranks can read and write: `buffers`, by
-    rank.
+    """All-gather and reduce-scatter by copies between the GPUs' symmetric memories: no
+    multiprocessor communicates.
+
+    Every rank holds a buffer of at least `num_elements`, which all ranks can read and write, in
+    equal shards, one for each rank: `buffers` and `shards`, by rank. The operations run on the
+    current stream, between barriers of all ranks, which are kernels of one small block. What they
+    read and write beside the buffers may be any memory.
     """
 
     def __init__(self, num_elements: int, dtype: torch.dtype):
         # Multicast can put a host's GPUs out of service, and a copy needs none.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        own = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
-        self.memory = symmetric_memory.rendezvous(own, dist.group.WORLD)
-        self.buffers = [
-            self.memory.get_buffer(peer, own.shape, dtype) for peer in range(self.world_size)
-        ]
-        self.buffers[self.rank] = self.buffer = own
-
-
-class PeerCopy(PeerMemory):
-    """All-gather and reduce-scatter by copies between the GPUs' symmetric memories: no
-    multiprocessor communicates.
-
-    Holds a buffer of `num_elements` on every rank, in equal shards, one for each rank. Both
-    operations run on the current stream, between barriers of all ranks, which are kernels of one
-    small block.
-    """
-
-    def __init__(self, num_elements: int, dtype: torch.dtype):
-        if num_elements % dist.get_world_size():
-            raise ValueError(
-                f"{num_elements} elements for {dist.get_world_size()} ranks; accepted: a multiple"
-            )
-        super().__init__(num_elements, dtype)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        size = -(-num_elements // self.world_size) * self.world_size
+        self.buffer = symmetric_memory.empty(size, dtype=dtype, device=rank_device())
+        self.memory = symmetric_memory.rendezvous(self.buffer, dist.group.WORLD)
+        peers = range(self.world_size)
+        self.buffers = [self.memory.get_buffer(peer, (size,), dtype) for peer in peers]
+        self.buffers[self.rank] = self.buffer
         self.shards = [buffer.chunk(self.world_size) for buffer in self.buffers]
 
-    def all_gather(self) -> None:
-        """Copies the peers' shards, each at its place in its rank's buffer, to their places in the
-        own buffer.
-        """
+    def all_gather(self, output: Tensor) -> None:
+        """Copies the shards of all ranks, each at its place in its rank's buffer, to `output`."""
+        pieces = output.tensor_split(self.world_size)
         self.memory.barrier()
-        for step in range(1, self.world_size):
+        for step in range(self.world_size):
             # Each rank reads from another peer at a time.
             peer = (self.rank + step) % self.world_size
-            self.shards[self.rank][peer].copy_(self.shards[peer][peer])
+            pieces[peer].copy_(self.shards[peer][peer][: len(pieces[peer])])
         self.memory.barrier()
-
-    def all_reduce(self, staging: "PeerCopy") -> None:
-        """Replaces the buffer by its average over the ranks; `staging` is as large and holds
-        nothing that lasts.
-        """
-        staging.average_scatter([self.shards[self.rank][self.rank]], [self.buffer])
-        self.all_gather()
-
-    def average_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Is `reduce_scatter`, but for averages."""
-        self.reduce_scatter(shards, sources)
-        torch._foreach_div_(shards, self.world_size)
 
     def reduce_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Writes this rank's share of the sum over the ranks of each of `sources` to its shard.
@@ -127,23 +99,36 @@ class PeerCopy(PeerMemory):
         Each rank copies to its peers what is theirs, then adds what it got. The buffer holds all
         `sources` together.
         """
-        pieces = [source.chunk(self.world_size) for source in sources]
-        sizes = [len(shard) for shard in shards]
+        pieces = [source.tensor_split(self.world_size) for source in sources]
 
         def staged(holder: int, sender: int) -> Sequence[Tensor]:
+            sizes = [len(piece[holder]) for piece in pieces]
             return self.shards[holder][sender][: sum(sizes)].split(sizes)
 
         self.memory.barrier()
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size
-            for target, source in zip(staged(peer, self.rank), pieces, strict=True):
-                target.copy_(source[peer])
+            for target, piece in zip(staged(peer, self.rank), pieces, strict=True):
+                target.copy_(piece[peer])
         self.memory.barrier()
-        totals = [source[self.rank] for source in pieces]
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                parts = zip(totals, staged(self.rank, peer), shards, strict=True)
-                totals = [torch.add(total, part, out=shard) for total, part, shard in parts]
+        for shard, piece in zip(shards, pieces, strict=True):
+            shard.copy_(piece[self.rank])
+        for step in range(1, self.world_size):
+            peer = (self.rank + step) % self.world_size
+            torch._foreach_add_(shards, staged(self.rank, peer))
+
+    def average_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Is `reduce_scatter`, but for averages."""
+        self.reduce_scatter(shards, sources)
+        torch._foreach_div_(shards, self.world_size)
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Replaces a flat tensor by its average over the ranks."""
+        size = len(values.tensor_split(self.world_size)[self.rank])
+        # No peer writes there.
+        shard = self.shards[self.rank][self.rank][:size]
+        self.average_scatter([shard], [values])
+        self.all_gather(values)
 
 
 class CopyWork:
@@ -176,82 +161,63 @@ def time_collective(
         dtype: of the elements; transport: see the module's text.
 
     Returns:
-        dict of operation, transport, dtype, world_size, num_bytes; times_s (one a sample), seconds
-        and issue_s (medians of these, and until the host had issued a call), algorithm_gbs,
-        bus_gbs; num_wrong, the elements over all ranks that are not exactly what they must be.
+        dict of operation, dtype, world_size, num_bytes; times_s (one a sample), seconds and issue_s
+        (medians of these, and until the host had issued a call), algorithm_gbs, bus_gbs; num_wrong,
+        the elements over all ranks that are not exactly what they must be.
 
     Raises ValueError for an unknown operation or transport, and fewer bytes than an element for
     each rank.
     """
-    world_size, device = dist.get_world_size(), rank_device()
+    world_size = dist.get_world_size()
     if operation not in OPERATIONS:
         raise ValueError(f"unknown operation {operation!r}; accepted: {', '.join(OPERATIONS)}")
-    shard = num_bytes // (dtype.itemsize * world_size)
-    if shard < 1:
-        raise ValueError(
-            f"{num_bytes} bytes of {dtype}; accepted: {dtype.itemsize * world_size} bytes and more"
-        )
-    _check_transport(transport, operation)
-    call, output, expected = _prepared(operation, shard, dtype, transport)
+    least = dtype.itemsize * world_size
+    if num_bytes < least:
+        raise ValueError(f"{num_bytes} bytes of {dtype}; accepted: {least} bytes and more")
+    num_bytes -= num_bytes % least
+    call, output, expected = _prepared(operation, num_bytes // least, dtype, transport)
     call()
     wrong = (output != expected).sum()
     dist.all_reduce(wrong)
     for _ in range(NUM_WARMUP):
-        _sample(call, device)
-    samples = torch.tensor([_sample(call, device) for _ in range(NUM_SAMPLES)], device=device)
+        _sample(call)
+    samples = torch.tensor([_sample(call) for _ in range(NUM_SAMPLES)], device=rank_device())
     # On the slowest rank of each sample, since the others wait for it.
     dist.all_reduce(samples, dist.ReduceOp.MAX)
     times, issues = samples.T.tolist()
     seconds = statistics.median(times)
-    num_bytes = shard * world_size * dtype.itemsize
+    algorithm_gbs = num_bytes / seconds / 1e9
     return {
         "operation": operation,
-        "transport": transport,
         "dtype": str(dtype).removeprefix("torch."),
         "world_size": world_size,
         "num_bytes": num_bytes,
         "times_s": times,
         "seconds": seconds,
         "issue_s": statistics.median(issues),
-        "algorithm_gbs": num_bytes / seconds / 1e9,
-        "bus_gbs": num_bytes / seconds / 1e9 * bus_factor(operation, world_size),
+        "algorithm_gbs": algorithm_gbs,
+        "bus_gbs": algorithm_gbs * bus_factor(operation, world_size),
         "num_wrong": int(wrong),
     }
 
 
-def _check_transport(transport: str, operation: str) -> None:
-    backend, accepted = dist.get_backend(), "default"
-    if backend == "nccl":
-        accepted = "default, ctas_N (N above 0), zero_cta, copy"
-    is_known = re.fullmatch(r"default|ctas_[1-9][0-9]*|zero_cta|copy", transport)
-    if not is_known or (backend != "nccl" and transport != "default"):
-        raise ValueError(f"transport {transport!r} with {backend}; accepted here: {accepted}")
-    if transport == "copy" and operation not in ("all_gather", "reduce_scatter"):
-        raise ValueError(f"{operation} by copy; accepted: all_gather, reduce_scatter")
-    if transport == "zero_cta" and not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
-        raise ValueError(
-            "transport 'zero_cta' needs NCCL 2.28; accepted here: default, ctas_N, copy"
-        )
-
-
-def _sample(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+def _sample(call: Callable[[], Any]) -> tuple[float, float]:
     """Returns the seconds of a call, on CUDA of the device, and those until the host had issued
     it.
     """
     dist.barrier()
     since = time.perf_counter()
-    if device.type != "cuda":
+    if rank_device().type != "cuda":
         call()
         seconds = time.perf_counter() - since
         return seconds, seconds
     # The device spins for two milliseconds: until the host has issued what follows.
     torch.cuda._sleep(4_000_000)
     call()  # the ranks meet
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    begin = moment()
     for _ in range(NUM_CALLS):
         call()
-    end.record()
+    end = moment()
     issued = (time.perf_counter() - since) / (NUM_CALLS + 1)
     end.synchronize()
     return begin.elapsed_time(end) / 1e3 / NUM_CALLS, issued
@@ -263,55 +229,68 @@ def _prepared(
     """Returns the call, its output and the output that is right: small whole numbers, which any
     order sums exactly.
     """
-    rank, n, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    rank = dist.get_rank()
+    num_ranks = dist.get_world_size()
     group = _group(transport)
-    peers = PeerCopy(n * shard, dtype) if transport == "copy" else None
+    if transport == "copy" and operation not in ("all_gather", "reduce_scatter"):
+        raise ValueError(f"{operation} by copy; accepted: all_gather, reduce_scatter")
 
     def empty(num_elements: int) -> Tensor:
+        options = {"dtype": dtype, "device": rank_device()}
         if transport != "zero_cta":
-            return torch.empty(num_elements, dtype=dtype, device=device)
-        tensor = symmetric_memory.empty(num_elements, dtype=dtype, device=device)
+            return torch.empty(num_elements, **options)
+        tensor = symmetric_memory.empty(num_elements, **options)
         symmetric_memory.rendezvous(tensor, group)
         return tensor
 
-    num_inputs = shard if operation == "all_gather" else n * shard
+    num_inputs = shard if operation == "all_gather" else num_ranks * shard
     # At most 10, so that even bf16 holds the sum over 25 ranks.
-    everyone = [
-        (torch.arange(num_inputs, device=device) % 8 + peer % 4).to(dtype) for peer in range(n)
-    ]
+    numbers = torch.arange(num_inputs, device=rank_device()) % 8
+    everyone = [(numbers + peer % 4).to(dtype) for peer in range(num_ranks)]
+    expected = {
+        "all_reduce": lambda: sum(everyone),
+        "broadcast": lambda: everyone[0],
+        "all_gather": lambda: torch.cat(everyone),
+        "reduce_scatter": lambda: sum(everyone).chunk(num_ranks)[rank],
+        "all_to_all": lambda: torch.cat([values.chunk(num_ranks)[rank] for values in everyone]),
+    }[operation]()
     own = empty(num_inputs)
     own.copy_(everyone[rank])
-    # In place; only the first call's result is checked.
-    if operation == "all_reduce":
-        return lambda: dist.all_reduce(own, group=group), own, sum(everyone)
-    if operation == "broadcast":
-        return lambda: dist.broadcast(own, 0, group=group), own, everyone[0]
-    if operation == "all_gather":
-        expected = torch.cat(everyone)
-        if peers is not None:
+    if transport == "copy":
+        peers = PeerMemory(num_ranks * shard, dtype)
+        if operation == "all_gather":
             peers.shards[rank][rank].copy_(own)
-            return peers.all_gather, peers.buffer, expected
-        output = empty(n * shard)
-        return lambda: all_gather(output, own, group=group), output, expected
-    if operation == "reduce_scatter":
-        output, expected = empty(shard), sum(everyone).chunk(n)[rank]
-        if peers is not None:
-            return lambda: peers.reduce_scatter([output], [own]), output, expected
-        return lambda: reduce_scatter(output, own, group=group), output, expected
-    output, expected = empty(n * shard), torch.cat([values.chunk(n)[rank] for values in everyone])
-    return lambda: dist.all_to_all_single(output, own, group=group), output, expected
+            return lambda: peers.all_gather(peers.buffer), peers.buffer, expected
+        output = empty(shard)
+        return lambda: peers.reduce_scatter([output], [own]), output, expected
+    # In place; only the first call's result is checked.
+    output = own if operation in ("all_reduce", "broadcast") else empty(len(expected))
+    call = {
+        "all_reduce": (dist.all_reduce, own),
+        "broadcast": (dist.broadcast, own, 0),
+        "all_gather": (all_gather, output, own),
+        "reduce_scatter": (reduce_scatter, output, own),
+        "all_to_all": (dist.all_to_all_single, output, own),
+    }[operation]
+    return functools.partial(*call, group=group), output, expected
 
 
 @functools.cache
 def _group(transport: str) -> dist.ProcessGroup | None:
     """Returns the process group of a transport, None for the default one."""
+    backend = dist.get_backend()
+    num_ctas = re.fullmatch(r"ctas_([1-9][0-9]*)", transport)
+    is_known = num_ctas or transport in ("zero_cta", "copy")
+    if transport != "default" and not (is_known and backend == "nccl"):
+        accepted = "default, ctas_N (N above 0), zero_cta, copy" if backend == "nccl" else "default"
+        raise ValueError(f"transport {transport!r} with {backend}; accepted here: {accepted}")
     if transport in ("default", "copy"):
         return None
     options = dist.ProcessGroupNCCL.Options()
-    if transport == "zero_cta":
+    if num_ctas:
+        options.config.min_ctas = 1
+        options.config.max_ctas = int(num_ctas[1])
+    else:
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         symmetric_memory.set_backend("NCCL")
-    else:
-        options.config.min_ctas = 1
-        options.config.max_ctas = int(transport.removeprefix("ctas_"))
     return dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from labkit.parallel.collectives import CopyWork, PeerCopy, check_ranks_agree
+from labkit.parallel.collectives import CopyWork, PeerMemory, check_ranks_agree
 
 MB = 10**6
 
@@ -52,39 +53,22 @@ def check_transport(transport: str) -> None:
         )
 
 
-class _Bucket:
-    """Parameters whose gradients travel together: in a flat buffer, or in place where there is only
-    one.
-    """
+def only_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Returns the dtype of what is copied through symmetric memory; ValueError for several."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"transport 'copy' of tensors of {names}; accepted: one dtype")
+    return dtypes.pop()
 
-    def __init__(self, params: list[nn.Parameter], *, copied: bool):
+
+class _Bucket:
+    """Parameters whose gradients travel together."""
+
+    def __init__(self, params: list[nn.Parameter]):
         self.params = params
         self.waiting_for = {id(p) for p in params}
         self.work: Any = None
-        self.buffer: Tensor | None = None
-        self.peers: PeerCopy | None = None
-        sizes, world_size = [p.numel() for p in params], dist.get_world_size()
-        if copied:
-            self.peers = PeerCopy(-(-sum(sizes) // world_size) * world_size, params[0].dtype)
-            self.buffer = self.peers.buffer.zero_()
-        elif len(params) > 1:
-            self.buffer = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
-        if self.buffer is not None:
-            pieces = self.buffer[: sum(sizes)].split(sizes)
-            self.views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
-
-    def tensor(self) -> Tensor:
-        """Returns the gradients as one tensor; with a buffer, the gradients become views of it."""
-        if self.buffer is None:
-            self.params[0].grad = self.params[0].grad.contiguous()
-            return self.params[0].grad
-        pairs = zip(self.params, self.views, strict=True)
-        moved = [(p, view) for p, view in pairs if p.grad is not view]
-        if moved:
-            torch._foreach_copy_([view for _, view in moved], [p.grad for p, _ in moved])
-            for p, view in moved:
-                p.grad = view
-        return self.buffer
 
 
 class GradientBuckets:
@@ -100,7 +84,8 @@ class GradientBuckets:
         bucket_bytes: a bucket is closed before it would grow beyond this; 0 for one parameter each.
         overlap: whether a bucket goes out during backward, as soon as its gradients are there.
         copied: whether gradients are copied between the GPUs' symmetric memories by copy engines,
-            on a stream of their own, and added, instead of being all-reduced by NCCL.
+            on a stream of their own, and added, instead of being all-reduced by NCCL. The memory is
+            as large as the largest bucket.
     """
 
     def __init__(
@@ -112,12 +97,13 @@ class GradientBuckets:
         copied: bool = False,
     ):
         self._frozen = list(params)[::-1]
-        self._bucket_bytes, self._overlap, self._copied = bucket_bytes, overlap, copied
-        self.enabled, self._next = True, 0
-        self._params: list[nn.Parameter] = []
+        self._bucket_bytes = bucket_bytes
+        self._overlap = overlap
+        self.enabled = True
+        self._next = 0
         self._buckets: list[_Bucket] = []
-        self._staging: dict[torch.dtype, PeerCopy] = {}
         self._stream = torch.cuda.Stream() if copied else None
+        self._peers: PeerMemory | None = None
         self._add_unfrozen()
 
     def _add_unfrozen(self) -> None:
@@ -125,16 +111,13 @@ class GradientBuckets:
         if not params:
             return
         self._frozen = [p for p in self._frozen if not p.requires_grad]
-        self._params += params
         for number, group in enumerate(_grouped(params, self._bucket_bytes), len(self._buckets)):
-            self._buckets.append(_Bucket(group, copied=self._copied))
+            self._buckets.append(_Bucket(group))
             for p in group:
                 p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
-        if self._copied:
-            for dtype in dict.fromkeys(p.dtype for p in params):
-                buffers = [bucket.buffer for bucket in self._buckets]
-                largest = max(len(buffer) for buffer in buffers if buffer.dtype == dtype)
-                self._staging[dtype] = PeerCopy(largest, dtype)
+        if self._stream:
+            sizes = [sum(p.numel() for p in bucket.params) for bucket in self._buckets]
+            self._peers = PeerMemory(max(sizes), only_dtype(params))
 
     def _arrived(self, number: int, p: nn.Parameter) -> None:
         if not self.enabled:
@@ -152,12 +135,16 @@ class GradientBuckets:
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
-        gradients = bucket.tensor()
-        if bucket.peers is None:
-            bucket.work = dist.all_reduce(gradients, dist.ReduceOp.AVG, async_op=True)
+        gradients = [p.grad for p in bucket.params]
+        # A single dense gradient is not copied.
+        flat = _flatten_dense_tensors(gradients)
+        views = _unflatten_dense_tensors(flat, gradients)
+        for p, view in zip(bucket.params, views, strict=True):
+            p.grad = view
+        if self._peers:
+            bucket.work = CopyWork(self._stream, self._peers.all_reduce, flat)
         else:
-            staging = self._staging[gradients.dtype]
-            bucket.work = CopyWork(self._stream, bucket.peers.all_reduce, staging)
+            bucket.work = dist.all_reduce(flat, dist.ReduceOp.AVG, async_op=True)
 
     def finish(self, *, one_by_one: bool = False) -> None:
         """Sends what is left and waits (on CUDA: has the current stream wait) until all gradients
@@ -169,31 +156,29 @@ class GradientBuckets:
         if not self.enabled:
             return
         self._add_unfrozen()
-        if not self._params:
+        params = [p for bucket in self._buckets for p in bucket.params]
+        if not params:
             return
-        unused = [position for position, p in enumerate(self._params) if p.grad is None]
+        unused = [position for position, p in enumerate(params) if p.grad is None]
         for position in unused:
-            p = self._params[position]
-            p.grad = torch.zeros_like(p)
+            params[position].grad = torch.zeros_like(params[position])
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
             if one_by_one:
                 bucket.work.wait()
         # Every rank takes part, but only one that lacks gradients has to wait for what the others
         # used.
-        used = torch.ones(len(self._params), dtype=torch.uint8, device=self._params[0].device)
+        used = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
         if unused:
             used[unused] = 0
-        work = dist.all_reduce(used, dist.ReduceOp.MAX, async_op=True)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
         for bucket in self._buckets:
             bucket.work.wait()
-        work.wait()
+            bucket.waiting_for = {id(p) for p in bucket.params}
         if unused:
-            for p, is_used in zip(self._params, used.tolist(), strict=True):
+            for p, is_used in zip(params, used.tolist(), strict=True):
                 p.grad = p.grad if is_used else None
         self._next = 0
-        for bucket in self._buckets:
-            bucket.waiting_for = {id(p) for p in bucket.params}
 
 
 def _grouped(params: Iterable[nn.Parameter], bucket_bytes: float) -> Iterator[list[nn.Parameter]]:
@@ -214,24 +199,24 @@ def _grouped(params: Iterable[nn.Parameter], bucket_bytes: float) -> Iterator[li
 def check_and_broadcast(module: nn.Module) -> None:
     """Gives every rank rank 0's parameters and buffers.
 
-    Raises ValueError, on every rank alike, for a module without parameters, tensors on more than
-    one device, and parameters or buffers whose names, shapes, dtypes or requires_grad differ from
-    rank 0's. Also for a module that makes sparse gradients.
+    Raises ValueError for a module without parameters or that makes sparse gradients, tensors on
+    more than one device, and, on every rank alike, parameters or buffers whose names, shapes,
+    dtypes or requires_grad differ from rank 0's.
     """
     for name, inside in module.named_modules():
         if getattr(inside, "sparse", False):
             raise ValueError(
                 f"{name or 'the module'} makes sparse gradients; accepted: sparse=False"
             )
+    if not list(module.parameters()):
+        raise ValueError(f"{type(module).__name__} has no parameters; accepted: 1 and more")
     tensors = [*module.named_parameters(), *module.named_buffers()]
     devices = sorted({str(tensor.device) for _, tensor in tensors})
-    problem = ""
     if len(devices) > 1:
-        problem = f"tensors on {', '.join(devices)}; accepted: one device"
-    if not any(True for _ in module.parameters()):
-        problem = f"{type(module).__name__} has no parameters; accepted: 1 and more"
-    kinds = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
-    check_ranks_agree(kinds, problem)
+        raise ValueError(f"tensors on {', '.join(devices)}; accepted: one device")
+    check_ranks_agree(
+        [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+    )
     broadcast(tensor for _, tensor in tensors)
 
 
@@ -241,8 +226,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
         # As bytes: gloo does not know every dtype.
         dense = tensor.detach().contiguous()
         dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(dense)
+        tensor.detach().copy_(dense)
 
 
 class Wrapper(nn.Module):
@@ -260,7 +244,7 @@ class Wrapper(nn.Module):
         super().__init__()
         check_and_broadcast(module)
         self.module = module
-        self._broadcasts = broadcast_buffers and any(True for _ in module.buffers())
+        self._broadcasts = broadcast_buffers
         self._buffers_differ = True
 
     def _parameters_now(self) -> dict[str, tuple]:

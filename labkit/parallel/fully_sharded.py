@@ -15,37 +15,33 @@ assignment 2.
 """
 
 import functools
-import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from labkit.parallel.collectives import (
-    CopyWork,
-    PeerCopy,
-    PeerMemory,
-    all_gather,
-    reduce_scatter,
-    start,
-)
+from labkit.parallel.collectives import CopyWork, PeerMemory, all_gather, reduce_scatter, start
 from labkit.parallel.data_parallel import (
     MB,
     SECOND_BACKWARD,
     GradientBuckets,
     Wrapper,
     check_transport,
+    only_dtype,
     weakly,
 )
 from labkit.parallel.launch import moment
 
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+FOREIGN_USE = (
+    "a module computes with a parameter of another one, which is sharded there; accepted: units=("
+    "the class of the module, or of one around both,)"
+)
 
 NUM_REDUCING = 2
 """Layers whose full gradients may be on their way at once. With one more, backward waits for the
@@ -59,7 +55,8 @@ class _Parameter:
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, values: Tensor):
-        self.name, self.full, self.outer = name, parameter, nn.Parameter(values)
+        self.full = parameter
+        self.outer = nn.Parameter(values)
         self.outer.register_post_accumulate_grad_hook(functools.partial(_refuse_use_outside, name))
         self.outer.requires_grad_(parameter.requires_grad)
 
@@ -67,14 +64,6 @@ class _Parameter:
     def local(self) -> Tensor:
         """What this rank holds."""
         return self.outer._local_tensor
-
-    def used(self, dtype: torch.dtype | None) -> Tensor:
-        """Returns what to compute with, frozen if the parameter is by now; cast to `dtype` where
-        there is one.
-        """
-        if self.full.requires_grad != self.outer.requires_grad:
-            self.full.requires_grad_(self.outer.requires_grad)
-        return self.full if dtype is None else self.full.to(dtype)
 
     def add_gradient(self, local: Tensor) -> None:
         # `from_local` takes ten times as long.
@@ -86,18 +75,6 @@ def _refuse_use_outside(name: str, _: nn.Parameter) -> None:
     raise RuntimeError(
         f"{name} has a gradient of this rank alone, from outside of its module; accepted: use in "
         "its module's forward pass"
-    )
-
-
-def _foreign_use(error: RuntimeError) -> str:
-    """Returns which module computed with a DTensor, so with a parameter of another module, and what
-    helps.
-    """
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    kind = [type(module).__name__ for module in running if isinstance(module, nn.Module)][-1]
-    return (
-        f"{kind} computes with a parameter of another module; accepted: units=({kind},), or the "
-        "class of a module around both"
     )
 
 
@@ -113,7 +90,6 @@ class _Weight(_Parameter):
         world_size = dist.get_world_size()
         self.chunk = -(-len(parameter) // world_size) * parameter[0].numel()
         self.flat = self.local.new_empty(self.chunk * world_size, dtype=compute_dtype)
-        self.own = self.flat.chunk(world_size)[dist.get_rank()]
         # `.data`: another version counter, so that refilling the memory is no change of what
         # autograd has saved. The parameter stays the object that modules (nn.LSTM) and compiled
         # code may remember.
@@ -121,12 +97,19 @@ class _Weight(_Parameter):
         parameter.data = self.flat[: parameter.numel()].view(parameter.shape)
         self.layer: _Layer | None = None
         self.works: list[Any] = []
-        self.sources: list[Tensor] = []  # each rank's chunk, where they are copied
-        self.is_gathered, self.has_gradient = True, False
+        self.sources: Sequence[Tensor] = ()  # each rank's chunk, where they are copied
+        self.has_gradient = False
         self.free()
 
     def unpadded(self, chunk: Tensor) -> Tensor:
         return chunk[: self.local.numel()].view(self.local.shape)
+
+    def take_gradient(self) -> Tensor:
+        """Returns the gradient of the full weight, flat and padded, and forgets it."""
+        gradient = self.full.grad.flatten()
+        self.full.grad = None
+        padding = self.flat.numel() - gradient.numel()
+        return F.pad(gradient, (0, padding)) if padding else gradient
 
     def wait(self) -> None:
         for work in self.works:
@@ -137,10 +120,8 @@ class _Weight(_Parameter):
         """Gives the memory back; its next user on the current stream comes after this weight's last
         one.
         """
-        if self.is_gathered:
-            self.wait()
-            self.flat.untyped_storage().resize_(0)
-            self.is_gathered = False
+        self.wait()
+        self.flat.untyped_storage().resize_(0)
 
 
 class _PeerShards(PeerMemory):
@@ -151,55 +132,46 @@ class _PeerShards(PeerMemory):
     """
 
     def __init__(self, weights: Sequence[_Weight]):
-        dtypes = {weight.flat.dtype for weight in weights}
-        if len(dtypes) != 1:
-            raise ValueError(
-                f"transport 'copy' of weights of {', '.join(map(str, dtypes))}; accepted: one dtype"
-            )
         sizes = [weight.chunk for weight in weights]
-        super().__init__(sum(sizes), *dtypes)
+        super().__init__(sum(sizes), only_dtype(weight.flat for weight in weights))
         self.stream = torch.cuda.Stream()
         self.weights = weights
-        chunks = [buffer.split(sizes) for buffer in self.buffers]
+        chunks = [buffer[: sum(sizes)].split(sizes) for buffer in self.buffers]
         for weight, *sources in zip(weights, *chunks, strict=True):
             weight.sources = sources
-        self.copies = [weight.unpadded(weight.sources[self.rank]) for weight in weights]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Publishes this rank's shards as they are now."""
         self.memory.barrier()
-        torch._foreach_copy_(self.copies, [weight.local for weight in self.weights])
+        own = [weight.unpadded(weight.sources[self.rank]) for weight in self.weights]
+        torch._foreach_copy_(own, [weight.local for weight in self.weights])
         self.memory.barrier()
 
     def copy(self, weights: Sequence[_Weight]) -> None:
         """Fills the weights from all ranks' shards."""
         for weight in weights:
-            targets = weight.flat.chunk(len(weight.sources))
-            for target, source in zip(targets, weight.sources, strict=True):
+            for target, source in zip(weight.flat.split(weight.chunk), weight.sources, strict=True):
                 target.copy_(source)
-
-
-class _Use(NamedTuple):
-    """A module, the name under which it uses a parameter, this, and the dtype it is cast to."""
-
-    owner: nn.Module
-    key: str
-    parameter: _Parameter
-    dtype: torch.dtype | None
 
 
 class _Layer:
     """What is gathered together: a module's own weights, or all weights inside a compiled module or
     a unit.
+
+    Attributes:
+        uses: (module, the name under which it uses a parameter, this).
+        arrived: weights with a gradient to be sent.
     """
 
-    def __init__(self, name: str, uses: list[_Use], peers: _PeerShards | None):
-        self.name, self.uses, self.peers = name, uses, peers
-        owners = {use.parameter: use.owner for use in uses if isinstance(use.parameter, _Weight)}
+    def __init__(self, uses: list[tuple], peers: _PeerShards | None):
+        self.uses = uses
+        self.peers = peers
+        owners = {
+            parameter: owner for owner, _, parameter in uses if isinstance(parameter, _Weight)
+        }
         self.weights = list(owners)
-        self.dtype = next((use.dtype for use in uses if use.dtype is not None), None)
-        self.arrived: list[_Weight] = []  # those with a gradient to be sent
+        self.arrived: list[_Weight] = []
         # The gradient of a lookup does not read the table.
         self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner in owners.values())
         for weight in self.weights:
@@ -210,18 +182,21 @@ class _Layer:
         """Sends for all of the weights that are not here in one operation; `_Weight.wait` waits for
         it.
         """
-        missing = [weight for weight in self.weights if not weight.is_gathered]
+        missing = [weight for weight in self.weights if not weight.flat.untyped_storage().size()]
         if not missing:
             return
         for weight in missing:
             weight.flat.untyped_storage().resize_(weight.flat.nbytes)
-            weight.is_gathered = True
-        if self.peers is not None:
+        if self.peers:
             works = [CopyWork(self.peers.stream, self.peers.copy, missing)]
         else:
-            for weight in missing:
-                weight.unpadded(weight.own).copy_(weight.local)
-            works = start(all_gather, [(weight.flat, weight.own) for weight in missing])
+            pairs = [
+                (weight.flat, weight.flat.split(weight.chunk)[dist.get_rank()])
+                for weight in missing
+            ]
+            for weight, (_, own) in zip(missing, pairs, strict=True):
+                weight.unpadded(own).copy_(weight.local)
+            works = start(all_gather, pairs)
         for weight in missing:
             weight.works = works
 
@@ -238,9 +213,8 @@ class FullyShardedDataParallel(Wrapper):
     Args:
         module: on this rank's device, the same on every rank but for the values.
         compute_dtype: a floating dtype that weights are cast to before they are gathered and in
-            which gradients are reduced; layers with a matrix and torch's own norms cast their
-            inputs and vectors to it. None leaves everything as it is. Other layers compute in what
-            they are given.
+            which gradients are reduced; layers cast their inputs and vectors to it, as under
+            torch's fully_shard. None leaves everything as it is.
         units: classes of modules, blocks for example, whose weights are gathered together: fewer
             and larger transfers, more memory. What is inside a unit or a compiled module is
             otherwise a layer by itself.
@@ -251,10 +225,10 @@ class FullyShardedDataParallel(Wrapper):
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
     Attributes:
-        waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA
-            events, or seconds.
+        waits: None, or a list that collects (begin, end) of each wait for a gather: CUDA events, or
+            seconds.
 
-    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`;
+    Raises ValueError for another transport and as `check_and_broadcast`;
     RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a parameter
     used by another module than its own outside of a unit, and as `Wrapper`.
     """
@@ -269,31 +243,28 @@ class FullyShardedDataParallel(Wrapper):
         broadcast_buffers: bool = True,
     ):
         check_transport(transport)
-        if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
-            raise ValueError(
-                f"compute_dtype is {compute_dtype}; accepted: None or a floating dtype"
-            )
         super().__init__(module, broadcast_buffers)
-        self.compute_dtype, self._units = compute_dtype, units
+        self.compute_dtype = compute_dtype
+        self._units = units
         self.waits: list[tuple] | None = None
         # Layers in the order of the iteration before, and of this one; the place in the former.
         self._plan: list[_Layer] = []
         self._uses: list[_Layer] = []
-        self._position, self._in_backward = 0, False
-        self._frozen: list[_Weight] = []
-        # Of layers whose gradients are on their way: weights, shards, what is sent, what to wait
-        # for.
+        self._position = 0
+        self._in_backward = False
+        self._running: _Layer | None = None  # whose backward pass has begun last
+        # Of layers whose gradients are on their way: weights, (shard, what is sent) of each, what
+        # to wait for.
         self._reducing = deque()
         self._weights: list[_Weight] = []
         self._vectors: list[_Parameter] = []
         parameters = self._sharded(module)
         self._peers = _PeerShards(self._weights) if transport == "copy" else None
-        self._staging: PeerCopy | None = None
-        self._hook(module, "", parameters)
-        if self._peers is not None:
+        self._hook(module, parameters)
+        if self._peers:
             layers = {weight.layer for weight in self._weights}
             most = max(sum(weight.flat.numel() for weight in layer.weights) for layer in layers)
-            self._staging = PeerCopy(most, self._weights[0].flat.dtype)
+            self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
         vectors = [vector.full for vector in self._vectors]
         self._replicated = GradientBuckets(vectors, bucket_bytes=25 * MB, overlap=True)
@@ -326,56 +297,48 @@ class FullyShardedDataParallel(Wrapper):
                 self._vectors.append(made[p])
         return made
 
-    def _hook(
-        self, module: nn.Module, name: str, parameters: dict[nn.Parameter, _Parameter]
-    ) -> None:
-        """Puts DTensors in the places of the module's parameters, and hooks around what computes
+    def _hook(self, module: nn.Module, parameters: dict[nn.Parameter, _Parameter]) -> None:
+        """Puts DTensors in the places of the module's parameters, and wraps calls of what computes
         with these.
         """
-        compiled = module._compiled_call_impl
-        owners = list(module.modules())
-        is_compiled = compiled is not None or hasattr(module, "_orig_mod")
-        if not is_compiled and not isinstance(module, self._units):
-            owners = [module]
-            for child_name, child in module.named_children():
-                self._hook(child, f"{name}.{child_name}".lstrip("."), parameters)
-        uses = []
-        for owner in owners:
-            held = {key: parameters[p] for key, p in owner._parameters.items() if p in parameters}
-            has_matrix = any(parameter.full.ndim > 1 for parameter in held.values())
-            dtype = self.compute_dtype if has_matrix or isinstance(owner, NORMS) else None
-            for key, parameter in held.items():
-                uses.append(_Use(owner, key, parameter, dtype))
-                owner._parameters[key] = parameter.outer
+        call = module._compiled_call_impl or module._call_impl
+        is_compiled = module._compiled_call_impl or hasattr(module, "_orig_mod")
+        owners = [module]
+        if is_compiled or isinstance(module, self._units):
+            owners = list(module.modules())
+        else:
+            for child in module.children():
+                self._hook(child, parameters)
+        uses = [
+            (owner, key, parameters[p])
+            for owner in owners
+            for key, p in owner._parameters.items()
+            if p in parameters
+        ]
         if not uses:
             return
-        layer = _Layer(name, uses, self._peers)
-        before = functools.partial(self._before_forward, layer)
-        after = functools.partial(self._after_forward, layer)
+        for owner, key, parameter in uses:
+            owner._parameters[key] = parameter.outer
+        layer = _Layer(uses, self._peers)
 
         def around(*args, **kwargs):
-            args, kwargs = before(module, args, kwargs)
+            args, kwargs = self._before_forward(layer, args, kwargs)
             output = None
             try:
-                output = compiled(*args, **kwargs)
+                output = call(*args, **kwargs)
             finally:
-                after(module, args, output)
+                self._after_forward(layer, output)
             return output
 
-        if compiled is not None:
-            module._compiled_call_impl = around
-        else:
-            module.register_forward_pre_hook(before, with_kwargs=True)
-            module.register_forward_hook(after, always_call=True)
+        # Around what is compiled, where hooks of the module would be inside.
+        module._compiled_call_impl = around
 
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of symmetric memory that copies are read from; torch's allocator does not count
         them.
         """
-        if self._peers is None:
-            return 0
-        return self._peers.buffer.nbytes + self._staging.buffer.nbytes
+        return self._peers.buffer.nbytes + self._staging.buffer.nbytes if self._peers else 0
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
@@ -383,14 +346,16 @@ class FullyShardedDataParallel(Wrapper):
         # A forward pass alone, for validation, follows the same plan and leaves it as it is.
         if self._uses != self._plan[: len(self._uses)]:
             self._plan = self._uses
-        self._uses, self._position, self._in_backward = [], 0, False
-        if self._peers is not None:
+        self._uses = []
+        self._position = 0
+        self._in_backward = False
+        if self._peers:
             self._peers.refresh()
         try:
             output = self.module(*args, **kwargs)
         except RuntimeError as error:
             if "DTensor" in str(error) or "sharding" in str(error):
-                raise RuntimeError(_foreign_use(error)) from error
+                error.add_note(FOREIGN_USE)
             raise
         if not torch.is_grad_enabled():
             self._free_all()
@@ -402,18 +367,14 @@ class FullyShardedDataParallel(Wrapper):
         """
         for weight in self._weights:
             weight.has_gradient = False
-            if weight.layer.arrived:  # others of its layer were not used
-                self._reduce(weight.layer)
+            self._reduce(weight.layer)
         while self._reducing:
             self._finish_oldest()
         self._replicated.finish()
-        vectors = [vector for vector in self._vectors if vector.full.grad is not None]
-        if vectors:
-            # Copies, made by one kernel, since the next backward pass writes to the buckets again.
-            gradients = torch._foreach_mul([vector.full.grad for vector in vectors], 1)
-            for vector, gradient in zip(vectors, gradients, strict=True):
+        for vector in self._vectors:
+            if vector.full.grad is not None:
+                vector.add_gradient(vector.full.grad)
                 vector.full.grad = None
-                vector.add_gradient(gradient)
         self._free_all()
 
     def _use(self, layer: _Layer) -> None:
@@ -430,28 +391,27 @@ class FullyShardedDataParallel(Wrapper):
         for weight in layer.weights:
             weight.wait()
         if begin is not None:
-            self.waits.append((layer.name, begin, moment()))
+            self.waits.append((begin, moment()))
 
-    def _before_forward(
-        self, layer: _Layer, _: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict]:
+    def _before_forward(self, layer: _Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if layer.weights:
             self._use(layer)
-        for owner, key, parameter, dtype in layer.uses:
-            # A gathered weight has the dtype already, and stays itself.
-            owner._parameters[key] = parameter.used(dtype)
-        if layer.dtype is None:
+        for owner, key, parameter in layer.uses:
+            # Frozen if it is so by now. A gathered weight has the dtype already, and stays itself.
+            full = parameter.full.requires_grad_(parameter.outer.requires_grad)
+            owner._parameters[key] = full.to(self.compute_dtype or full.dtype)
+        if self.compute_dtype is None:
             return args, kwargs
-        return tree_map(
-            lambda x: x.to(layer.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
-            (args, kwargs),
-        )
 
-    def _after_forward(self, layer: _Layer, _: nn.Module, args: tuple, output: Any) -> None:
-        for owner, key, parameter, _ in layer.uses:
+        def cast(x: Tensor) -> Tensor:
+            return x.to(self.compute_dtype) if x.is_floating_point() else x
+
+        return tree_map_only(Tensor, cast, (args, kwargs))
+
+    def _after_forward(self, layer: _Layer, output: Any) -> None:
+        for owner, key, parameter in layer.uses:
             owner._parameters[key] = parameter.outer
-        # Recomputed in backward: its own backward comes next and frees it. Used again at once: the
-        # same.
+        # Recomputed in backward: its own backward comes next. Used again at once: it stays.
         if not self._in_backward and self._plan[self._position : self._position + 1] != [layer]:
             for weight in layer.weights:
                 weight.free()
@@ -462,57 +422,54 @@ class FullyShardedDataParallel(Wrapper):
             )
 
     def _before_backward(self, layer: _Layer) -> None:
+        """Sends the gradients of the layer whose turn is over, frees it, and gathers this one."""
         self._in_backward = True
-        # A frozen weight has no gradient whose arrival would say that it is done: the next layer's
-        # turn does.
-        for weight in self._frozen:
-            if weight not in layer.weights:
-                weight.free()
-        self._frozen = [weight for weight in layer.weights if not weight.full.requires_grad]
+        if self._running is not None:
+            self._reduce(self._running)
+            for weight in self._running.weights:
+                if weight not in layer.weights:
+                    weight.free()
+        self._running = layer
         self._use(layer)
 
     def _arrived(self, number: int, _: nn.Parameter) -> None:
-        """Frees a weight that has its gradient; sends the layer's gradients once all of them are
-        there.
-        """
         weight = self._weights[number]
         if weight.has_gradient:
             raise RuntimeError(SECOND_BACKWARD)
         weight.has_gradient = True
-        weight.free()
-        layer = weight.layer
-        layer.arrived.append(weight)
-        num_due = sum(w.layer is layer and w.full.requires_grad for w in layer.weights)
-        if len(layer.arrived) == num_due:
-            self._reduce(layer)
+        weight.layer.arrived.append(weight)
 
     def _reduce(self, layer: _Layer) -> None:
-        weights, layer.arrived = layer.arrived, []
-        shards, gradients = [], []
-        for weight in weights:
-            gradient, weight.full.grad = weight.full.grad.reshape(-1), None
-            padding = weight.flat.numel() - gradient.numel()
-            gradients.append(F.pad(gradient, (0, padding)) if padding else gradient)
-            shards.append(gradient.new_empty(weight.chunk))
-        if self._staging is not None:
-            scatter = self._staging.average_scatter
-            works = [CopyWork(self._reducing_stream, scatter, shards, gradients)]
+        weights = layer.arrived
+        if not weights:
+            return
+        layer.arrived = []
+        gradients = [weight.take_gradient() for weight in weights]
+        pairs = [
+            (flat.new_empty(weight.chunk), flat)
+            for weight, flat in zip(weights, gradients, strict=True)
+        ]
+        if self._peers:
+            works = [
+                CopyWork(
+                    self._reducing_stream, self._staging.average_scatter, *zip(*pairs, strict=True)
+                )
+            ]
         else:
-            pairs = list(zip(shards, gradients, strict=True))
             works = start(reduce_scatter, pairs, dist.ReduceOp.AVG)
-        self._reducing.append((weights, shards, gradients, works))
+        self._reducing.append((weights, pairs, works))
         if len(self._reducing) > NUM_REDUCING:
             self._finish_oldest()
 
     @torch.no_grad()
     def _finish_oldest(self) -> None:
-        weights, shards, _, works = self._reducing.popleft()
+        weights, pairs, works = self._reducing.popleft()
         for work in works:
             work.wait()
-        for weight, shard in zip(weights, shards, strict=True):
+        for weight, (shard, _) in zip(weights, pairs, strict=True):
             weight.add_gradient(weight.unpadded(shard).to(weight.local.dtype))
 
     def _free_all(self) -> None:
-        self._frozen = []
+        self._running = None
         for weight in self._weights:
             weight.free()

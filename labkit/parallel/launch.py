@@ -1,4 +1,4 @@
-"""Runs a module-level function on N ranks of this machine and gathers what each rank returns.
+"""Runs a module-level function on N ranks of this machine and gathers what each rank yields.
 
 The ranks are started by a guard (`labkit.guard`), so that none outlives the call, however that
 ends. They find one another through a file, and connect over the loopback interface alone: what a
@@ -9,14 +9,11 @@ import contextlib
 import datetime
 import faulthandler
 import importlib
-import inspect
 import json
-import math
 import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -35,16 +32,10 @@ GRACE_S = 30
 the guard ends them, which bounds their imports too; after all of it the guard itself is ended.
 """
 
-NO_MESSAGE = (
-    r'\s*(File "|Thread 0x|Current thread|<no Python|\.\.\.$|Extension modules:|frame #|#\d)'
-)
-"""Lines of a stack, or about it."""
+CAUSE = r".*Watchdog caught .*|Timeout \(.*\)!|Fatal Python error: .*"
+"""What NCCL's watchdog and faulthandler say of the end that they are to."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-# Of a launched rank, else "". CUDA is asked for at first use: a process that did so when it
-# imported this module could not fork.
-_device_type = ""
 
 
 class RankError(RuntimeError):
@@ -53,16 +44,17 @@ class RankError(RuntimeError):
 
     Fields:
         rank: the first rank that failed, None where no rank started.
-        summary: one line, with the last one of its message that is no stack frame.
+        summary: one line, with the last one of its message, unless that is of a stack.
         finished: for each rank, what its function had yielded before the end.
     """
 
     def __init__(self, message: str, rank: int | None, finished: list[list[Any]]):
         super().__init__(message)
-        self.rank, self.finished = rank, finished
-        lines = message.split("\nrank ")[0].splitlines()
-        lines = [line for line in lines if line.strip() and not re.match(NO_MESSAGE, line)]
-        self.summary = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
+        self.rank = rank
+        self.finished = finished
+        first, *others = message.split("\nrank ")[0].splitlines()
+        last = others[-1] if others else ""
+        self.summary = first if last.startswith(" ") else f"{first} {last}".strip()
 
 
 def launch(
@@ -70,29 +62,24 @@ def launch(
     nproc: int,
     *args: Any,
     device: str | None = None,
-    backend: str | None = None,
     timeout_s: float = 600,
     collective_timeout_s: float = 120,
-) -> list[Any]:
-    """Returns what `function(*args)` returned on each of `nproc` ranks, in rank order.
+) -> list[list[Any]]:
+    """Returns the list of what `function(*args)` yielded on each of `nproc` ranks, in rank order.
 
-    The ranks share an initialised process group; `rank_device()` is the device of each. Where
-    `function` is a generator, a rank's result is the list of what it yielded, and what was yielded
-    before a failure is kept.
+    The ranks share an initialised process group; `rank_device()` is the device of each.
 
     Args:
-        function: module-level function, or its name as "module:function". Arguments and results are
-            pickled.
+        function: module-level generator, or its name as "module:function". Arguments and what it
+            yields are pickled.
         nproc: number of ranks.
-        device: "cuda" or "cpu"; CUDA where there is a GPU. With gloo, ranks may share a GPU.
-        backend: "nccl" or "gloo"; NCCL for CUDA and gloo for the CPU.
+        device: "cuda", a GPU a rank with NCCL, or "cpu", with gloo; CUDA where there is a GPU.
         timeout_s: seconds for everything after the ranks' imports; collective_timeout_s: seconds
             for one collective.
 
     Raises:
-        ValueError: a function that cannot be named, an unknown device or backend, NCCL without one
-            GPU a rank, no time. RankError: a rank raised, died, or did not end in time. No process
-            outlives the call.
+        ValueError: a function that cannot be named, an unknown device, fewer GPUs than ranks.
+        RankError: a rank raised, died, or did not end in time. No process outlives the call.
     """
     name = function
     if not isinstance(function, str):
@@ -102,37 +89,40 @@ def launch(
             f"cannot start {name!r} on a rank; accepted: a function of an importable module"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    backend = backend or ("nccl" if device == "cuda" else "gloo")
-    _check(nproc, device, backend)
-    if not min(timeout_s, collective_timeout_s) > 0:
+    num_gpus = torch.cuda.device_count()
+    if device not in ("cpu", "cuda") or nproc < 1 or (device == "cuda" and nproc > num_gpus):
         raise ValueError(
-            f"{timeout_s} s, {collective_timeout_s} s for a collective; accepted: more than 0"
+            f"{nproc} ranks on {device!r}; accepted: 1 and more on cpu, up to {num_gpus} on cuda"
         )
-    group = dict(device=device, backend=backend, timeout_s=collective_timeout_s)
-    call = dict(name=name, args=args, timeout_s=timeout_s, group=group)
+    call = [name, args, device, timeout_s, collective_timeout_s]
     with guarded_folder(_environment()) as (folder, guard):
         (folder / "call").write_bytes(pickle.dumps(call))
-        exits = _run(guard, folder / "exits", nproc, timeout_s)
-        kinds = [_last_lines(folder / f"{rank}.done") for rank in range(nproc)]
+        request = {"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(request), file=guard.stdin, flush=True)
+        exits = folder / "exits"
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        while not exits.exists() and guard.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
         results = [_read_items(folder / f"{rank}.items") for rank in range(nproc)]
         finished = [items for items, _ in results]
-        if exits is None:
+        if not exits.exists():
             text = f"{name}: the process that guards the ranks was ended or stopped"
             raise RankError(text, None, finished)
-        failed, stopped = exits
-        if failed or not all(kinds):
-            raise _failure(folder, name, timeout_s, dict(failed), stopped, finished)
+        failed, stopped = json.loads(exits.read_text())
+        if failed or len(list(folder.glob("*.done"))) < nproc:
+            message, first = _failure(folder, nproc, timeout_s, dict(failed), stopped)
+            raise RankError(f"{name}: {message}", first, finished)
     for rank, (_, problem) in enumerate(results):
         if problem:
             text = f"{name}: what rank {rank} returned cannot be read here\n{problem}"
             raise RankError(text, rank, finished)
-    pairs = zip(finished, kinds, strict=True)
-    return [items if kind == "generator" else items[0] for items, kind in pairs]
+    return finished
 
 
 def rank_device() -> torch.device:
     """Returns the device of this rank; on CUDA it is also the current device."""
-    if _device_type == "cuda" or (not _device_type and torch.cuda.is_available()):
+    if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -146,19 +136,6 @@ def moment() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _check(nproc: int, device: str, backend: str) -> None:
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    if device not in devices:
-        raise ValueError(f"device {device!r}; accepted here: {', '.join(devices)}")
-    backends = ["gloo"] if device == "cpu" else ["gloo", "nccl"]
-    if backend not in backends:
-        raise ValueError(f"backend {backend!r} on {device}; accepted: {', '.join(backends)}")
-    most = torch.cuda.device_count() if backend == "nccl" else math.inf
-    if not 1 <= nproc <= most:
-        accepted = "1 and more" if most == math.inf else f"1 to {most} (GPUs)"
-        raise ValueError(f"{nproc} ranks with {backend}; accepted: {accepted}")
 
 
 def _environment() -> dict[str, str]:
@@ -180,66 +157,38 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _run(
-    guard: subprocess.Popen, report: Path, nproc: int, timeout_s: float
-) -> tuple[list, list[int]] | None:
-    """Returns (rank, exit code) of the ranks that failed first and which were stopped; None if the
-    guard ended.
-    """
-    request = {"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}
-    with contextlib.suppress(BrokenPipeError):
-        print(json.dumps(request), file=guard.stdin, flush=True)
-    deadline = time.monotonic() + timeout_s + GRACE_S
-    while not report.exists() and guard.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return json.loads(report.read_text()) if report.exists() else None
-
-
 def run_rank(folder: Path) -> None:
-    """Is a rank that the guard has started: writes what the function gives, and `done` or `error`,
+    """Is a rank that the guard has started: writes what the function yields, and `done` or `error`,
     into the folder.
     """
     rank = int(os.environ["RANK"])
     try:
         call = pickle.loads((folder / "call").read_bytes())
-        faulthandler.dump_traceback_later(call["timeout_s"], exit=True)
-        module, name = call["name"].split(":")
+        name, args, device, timeout_s, collective_timeout_s = call
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        module, name = name.split(":")
         function = getattr(importlib.import_module(module), name)
-        _init_process_group(folder / "store", rank, **call["group"])
-        result = function(*call["args"])
-        is_generator = inspect.isgenerator(result)
+        world_size = int(os.environ["WORLD_SIZE"])
+        timeout = datetime.timedelta(seconds=collective_timeout_s)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        store.set_timeout(timeout)
+        group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            dist.init_process_group("nccl", **group, device_id=torch.device(device, rank))
+        else:
+            dist.init_process_group("gloo", **group)
         with open(folder / f"{rank}.items", "wb") as file:
-            for item in result if is_generator else [result]:
+            for item in function(*args):
                 pickle.dump(item, file)
                 file.flush()
         dist.destroy_process_group()
-        (folder / f"{rank}.done").write_text("generator" if is_generator else "value")
+        (folder / f"{rank}.done").touch()
     except BaseException:
         error = json.dumps([time.time_ns(), traceback.format_exc()])
         write_text_atomic(folder / f"{rank}.error", error)
         # At once: destructors of a process group can wait for ranks that are gone.
         os._exit(1)
-
-
-def _init_process_group(path: Path, rank: int, device: str, backend: str, timeout_s: float) -> None:
-    global _device_type
-    _device_type = device
-    world_size, device_id = int(os.environ["WORLD_SIZE"]), None
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    if backend == "nccl":
-        device_id = rank_device()
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.FileStore(str(path), world_size)
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device_id,
-    )
 
 
 def _read_items(path: Path) -> tuple[list[Any], str]:
@@ -257,42 +206,37 @@ def _read_items(path: Path) -> tuple[list[Any], str]:
         return items, f"{type(error).__name__}: {error}"
 
 
-def _last_lines(path: Path, num_lines: int = 20) -> str:
-    """Returns the last lines of a file, "" without one."""
-    if not path.exists():
-        return ""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
-
-
 def _failure(
-    folder: Path,
-    name: str,
-    timeout_s: float,
-    failed: dict[int, int],
-    stopped: list[int],
-    finished: list[list[Any]],
-) -> RankError:
+    folder: Path, nproc: int, timeout_s: float, failed: dict[int, int], stopped: list[int]
+) -> tuple[str, int]:
+    """Returns what to say of a failure, and the rank that failed first.
+
+    Args:
+        failed: exit codes of the ranks that ended first; stopped: ranks that a signal had stopped.
+    """
     errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
+    logs = [
+        (folder / f"{rank}.stderr").read_text(errors="replace").splitlines()
+        for rank in range(nproc)
+    ]
     # A rank that died without a word took its peers along, and their errors say so.
     silent = [rank for rank in failed if rank not in errors]
     first = [*silent, *sorted(errors, key=errors.get), *stopped, 0][0]
-    log, code = folder / f"{first}.stderr", failed.get(first)
-    text = _last_lines(log, 40)
+    code = failed.get(first)
+    text = "\n".join(logs[first][-40:])
     if first in errors:
-        how, text = "exit status 1", errors[first][1]
+        how = "exit status 1"
+        text = errors[first][1]
     elif code is None:
         how = f"no end in {timeout_s:g} s"
     elif code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        how = f"killed by {names.get(-code, f'signal {-code}')}"
+        how = f"killed by signal {-code}, {signal.strsignal(-code)}"
     else:
         how = f"exit status {code}" if code else "exit status 0, before it was done"
     how += "".join(f"; rank {rank} was stopped" for rank in stopped)
-    if watchdog := re.search(r"Watchdog caught .*", _last_lines(log, 1000)):
-        text += f"\n{watchdog[0]}"
-    for rank in range(len(finished)):
-        where = _last_lines(folder / f"{rank}.stderr")
-        if where and rank != first:
-            text += f"\nrank {rank} was at:\n{where}"
-    message = f"{name}: rank {first} of {len(finished)} failed first ({how})\n{text}"
-    return RankError(message, first, finished)
+    causes = [line for line in logs[first] if re.match(CAUSE, line)]
+    parts = [f"rank {first} of {nproc} failed first ({how})", text, *causes[:1]]
+    for rank, log in enumerate(logs):
+        if log and rank != first:
+            parts += [f"rank {rank} was at:", *log[-20:]]
+    return "\n".join(parts), first

@@ -5,13 +5,13 @@ Source: Rajbhandari et al. 2020, ZeRO (stage 1, but whole parameters are dealt o
 stay all-reduced).
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from labkit.parallel.collectives import check_ranks_agree
 
@@ -28,45 +28,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them, the same on every rank; one given twice in a group
             counts once.
-        optimizer_cls: class of a torch optimizer that treats each parameter by itself.
+        optimizer_cls: class of a torch optimizer that treats each parameter by itself, unlike
+            LBFGS, and whose step needs no closure.
         kwargs: passed to it.
 
-    Raises ValueError for an empty parameter list (as every torch optimizer), an optimizer that
-    calls its closure itself, such as LBFGS, and parameters that differ between ranks in number,
-    shape or dtype, on every rank alike.
+    Raises ValueError for an empty parameter list (as every torch optimizer), and parameters that
+    differ between ranks in number, shape or dtype, on every rank alike.
     """
 
     def __init__(self, params, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any):
         # One empty group instead of the parameters, for the class's own defaults.
         self._local = optimizer_cls([{"params": []}], **kwargs)
         self._local.param_groups.clear()
-        closure = inspect.signature(self._local.step).parameters.get("closure")
-        if closure and closure.default is closure.empty:
-            name = type(self._local).__name__
-            raise ValueError(
-                f"{name} calls its closure itself; accepted: optimizers whose step needs none"
-            )
         self._owners: dict[Tensor, int] = {}
         self._bytes = [0] * dist.get_world_size()
         super().__init__(params, self._local.defaults)
         self.state = self._local.state
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_local": self._local, "_owners": self._owners, "_bytes": self._bytes}
-        return super().__getstate__() | own
+        return self.__dict__
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's; its parameters are dealt out on top of what the ranks hold
         already. Collective.
         """
-        params = param_group["params"]
-        if not isinstance(params, (Tensor, set)):  # a set is refused, for its order
-            # Tied parameters may be listed once for each module that uses them.
-            params = list(dict.fromkeys(params))
-        super().add_param_group({**param_group, "params": params})
+        super().add_param_group(param_group)
         group = self.param_groups.pop()
-        kinds = [f"a parameter of {tuple(p.shape)}, {p.dtype}" for p in group["params"]]
-        check_ranks_agree(kinds)
+        # Tied parameters may be listed once for each module that uses them.
+        group["params"] = list(dict.fromkeys(group["params"]))
+        check_ranks_agree([f"a parameter of {tuple(p.shape)}, {p.dtype}" for p in group["params"]])
         for p in sorted(group["params"], key=lambda p: p.nbytes, reverse=True):
             owner = self._bytes.index(min(self._bytes))
             self._owners[p] = owner
@@ -78,14 +68,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates the owned parameters, then broadcasts each from its owner; returns the closure's
         value.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._copy_settings(self.param_groups, self._local.param_groups)
+        loss = torch.enable_grad()(closure)() if closure else None
+        _copy_settings(self.param_groups, self._local.param_groups)
         self._local.step(**kwargs)
         # Some optimizers count or adapt in their groups.
-        self._copy_settings(self._local.param_groups, self.param_groups)
+        _copy_settings(self._local.param_groups, self.param_groups)
         # Frozen ones too: what has a gradient is updated, and not every rank can know.
         works = [
             dist.broadcast(p.detach(), src=owner, async_op=True)
@@ -103,14 +90,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         gathered = {}
         for p, owner in self._owners.items():
-            values = {
-                name: x.to("cpu", copy=True) if isinstance(x, Tensor) else x
-                for name, x in self._local.state.get(p, {}).items()
-            }
-            shared = [values]
-            dist.broadcast_object_list(shared, src=owner)
-            if shared[0]:
-                gathered[p] = shared[0]
+            own = self._local.state.get(p, {})
+            values = [tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), own)]
+            dist.broadcast_object_list(values, src=owner)
+            if values[0]:
+                gathered[p] = values[0]
         self.state = gathered
         try:
             return super().state_dict()
@@ -121,35 +105,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Takes this rank's share out of a full state dict; the world size it was made with does
         not matter.
 
-        Raises ValueError where the groups have other numbers of parameters.
+        Raises ValueError, as torch, where the groups have other numbers of parameters.
         """
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        accepted = [len(group["params"]) for group in self.param_groups]
-        if sizes != accepted:
-            raise ValueError(
-                f"a state dict with groups of {sizes} parameters; accepted: {accepted}"
-            )
-        groups, state = [], {}
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            pairs = zip(saved["params"], group["params"], strict=True)
+        # The last hook: the others are shown the state dict as it is.
+        hook = self.register_load_state_dict_pre_hook(ShardedOptimizer._load_share)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self.state = self._local.state
+
+    def _load_share(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Loads this rank's share; returns the state dict with a state by parameter, which torch
+        keeps as it is.
+        """
+        groups = []
+        state = {}
+        # Other numbers of groups and parameters are refused by torch.
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            pairs = zip(saved["params"], group["params"], strict=False)
             numbers = [number for number, p in pairs if self._owners[p] == dist.get_rank()]
             groups.append({**saved, "params": numbers})
-            for number in numbers:
-                if number in state_dict["state"]:
-                    state[number] = state_dict["state"][number]
+            known = state_dict["state"].items()
+            state |= {number: values for number, values in known if number in numbers}
         self._local.load_state_dict({"state": state, "param_groups": groups})
-        self._copy_settings(self._local.param_groups, self.param_groups)
-        self.state = self._local.state
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        return {**state_dict, "state": self._local.state}
 
     def _owned(self, group: dict[str, Any]) -> list[Tensor]:
         return [p for p in group["params"] if self._owners[p] == dist.get_rank()]
 
-    @staticmethod
-    def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for group, other in zip(source, target, strict=True):
-            other.update({name: value for name, value in group.items() if name != "params"})
+
+def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for group, other in zip(source, target, strict=True):
+        other.update({name: value for name, value in group.items() if name != "params"})
