@@ -181,7 +181,6 @@ class Step:
             for module in self.model.blocks.modules():
                 if isinstance(module, nn.Linear):
                     module.to(self.recipe.autocast)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.scaler = torch.amp.GradScaler(device.kind, enabled=self.recipe.is_scaled)
         plan = parameters.get("plan", "none")
         self.plan = accounting.checkpoint_plan(plan, len(self.model.blocks))
@@ -316,10 +315,6 @@ class Step:
         )
         return parameters | {"batch": batch}
 
-    def observed(self) -> dict:
-        """Returns what else there is to know of the live objects."""
-        return {"num_parameters": self.num_parameters}
-
     def close(self) -> None:
         """Frees what the step holds."""
         if self.compile != "none":  # importing the compiler to reset it takes seconds
@@ -335,19 +330,15 @@ def lacking_room(device: Device, parameters: dict, phase: str) -> str:
     """
     if device.kind != "cuda":
         return ""
-    config = model_config(parameters["size"])
-    is_without_optimizer = phase == "forward_backward"
     predicted = accounting.peak_bytes(
-        config,
+        model_config(parameters["size"]),
         parameters["batch"],
         parameters["context"],
-        "train_step" if is_without_optimizer else phase,
+        "forward" if phase == "forward_backward" else phase,  # at least that
         precision=parameters["precision"],
         attention="eager" if parameters["attention"] in ("eager", "course") else "fused",
         device_kind=device.kind,
     )
-    if is_without_optimizer:
-        predicted -= accounting.optimizer_state_bytes(config)
     total = memory_bytes(device)
     if predicted <= BEYOND_DOUBT * total:
         return ""
@@ -384,7 +375,7 @@ def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float
     else:
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
     metrics |= _rates(device, case, phase, function, times, ceilings)
-    return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
+    return times.measured(metrics, step.described(), keep="step_ms")
 
 
 def _time_first_call(step: Step) -> Timing:
@@ -500,7 +491,7 @@ def _samples(step: Step) -> Tensor:
     samples = []
     for parameter in step.model.parameters():
         flat = step.optimizer.state[parameter].get("master", parameter).detach().flatten()
-        samples.append(flat[:: -(-flat.numel() // COMPARED_ELEMENTS)].double())
+        samples.append(flat[:: 1 + flat.numel() // COMPARED_ELEMENTS].double())
     return torch.cat(samples)
 
 
