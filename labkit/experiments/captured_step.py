@@ -120,8 +120,7 @@ def words_of(parameters: dict, *phase: str) -> tuple[str, ...]:
 
 def parameters_of(size: str, context: str, precision: str, attention: str) -> dict:
     """Returns the parameters of a step that is named by these words."""
-    impl = "course" if attention == "course" else "eager"
-    return step_parameters(size, int(context), precision, attention=attention, impl=impl)
+    return step_parameters(size, int(context), precision, attention=attention)
 
 
 def nsys_line(case: Sequence[str], output: Path) -> str:

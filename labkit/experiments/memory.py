@@ -188,9 +188,8 @@ def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
             return contextlib.nullcontext()
 
         step.run(phase, part)
-        gradient_addresses = {x.untyped_storage().data_ptr() for x in gradients(step)}
     history = recorder.history
-    category = _categories(step, history, gradient_addresses)
+    category = _categories(step, history)
     events, series = history.series(category, TIMELINE_POINTS)
     peak = events.index(history.peak_position + 1)
     metrics = {
@@ -206,13 +205,11 @@ def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     return Measured(metrics, step.described(), observed, {"event": events, **mib})
 
 
-def _categories(
-    step: Step, history: History, gradient_addresses: set[int]
-) -> Callable[[Allocation], str]:
+def _categories(step: Step, history: History) -> Callable[[Allocation], str]:
     """Returns the function that says what an allocation is.
 
-    Activations are what the forward pass leaves for the backward pass; temporary is what else the
-    step makes.
+    Activations are what the forward pass leaves for the backward pass, gradients what that leaves
+    for the optimizer; temporary is what else the step makes.
     """
     known = {x.untyped_storage().data_ptr(): "parameters" for x in step.model.parameters()}
     known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in optimizer_state(step)}
@@ -221,14 +218,12 @@ def _categories(
     def category(allocation: Allocation) -> str:
         if allocation.begin == BEFORE:
             return known.get(allocation.address, "other")
-        if "backward" not in begin_of:
-            return "temporary"
-        is_gradient = allocation.address in gradient_addresses
-        if is_gradient and allocation.is_alive(begin_of["optimizer step"] - 1):
-            return "gradients"
-        backward = begin_of["backward"]
-        if allocation.begin < backward and allocation.is_alive(backward - 1):
-            return "activations"
+        if "backward" in begin_of:
+            is_of_forward = allocation.begin < begin_of["backward"]
+            if is_of_forward and allocation.is_alive(begin_of["backward"] - 1):
+                return "activations"
+            if not is_of_forward and allocation.is_alive(begin_of["optimizer step"] - 1):
+                return "gradients"
         return "temporary"
 
     return category

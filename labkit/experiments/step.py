@@ -68,8 +68,11 @@ def step_parameters(
     """Returns the parameters of a step's case, the same in every notebook so that their records
     share a table.
 
-    Those of the eager model do not name it: they were recorded before there was another.
+    Those of the eager model do not name it: they were recorded before there was another. The model
+    as a course writes it has an attention of its own.
     """
+    if attention == "course":
+        impl = "course"
     parameters = {
         "size": size,
         "context": context,
@@ -83,7 +86,7 @@ def step_parameters(
 
 def course_parameters(size: str, context: int, precision: str) -> dict[str, str | int]:
     """Returns the parameters of a step of the model as a course writes it."""
-    return step_parameters(size, context, precision, attention="course", impl="course")
+    return step_parameters(size, context, precision, attention="course")
 
 
 @dataclass(frozen=True)
