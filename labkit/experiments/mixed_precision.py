@@ -305,7 +305,7 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
             logits = model(sequences[:, :-1])
             loss = language_model_loss(logits, sequences[:, 1:])
         logits.retain_grad()
-        step.backward(loss)
+        scaler.scale(loss).backward()
         if number % max(1, len(data) // NUM_LOOKS) == 0:
             looks["look_step"].append(number)
             looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))
@@ -313,7 +313,7 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
         scale = scaler.get_scale()
         step.optimize()
         num_skipped += scaler.get_scale() < scale
-        losses.append(float(loss))
+        losses.append(loss.item())
     finite = [loss if math.isfinite(loss) else None for loss in losses]
     last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
     unmoved = [gain == before for gain, before in zip(gains, initial_gains, strict=True)]

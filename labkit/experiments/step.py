@@ -224,7 +224,7 @@ class Step:
         return self.loss_on(self.tokens, self.targets, self.plan)
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+        loss.backward()
 
     def optimize(self) -> None:
         self.scaler.step(self.optimizer)
@@ -248,8 +248,10 @@ class Step:
             self.optimizer.zero_grad()
         with part("forward"):
             loss = self.forward()
+        scaled = self.scaler.scale(loss)
         with part("backward"):
-            self.backward(loss)
+            self.backward(scaled)
+        del scaled  # with the graph behind it
         self.loss = loss = loss.detach()
         if phase == "train_step":
             with part("optimizer"):
