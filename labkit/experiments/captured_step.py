@@ -147,6 +147,7 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
 
 
 def main(words: Sequence[str]) -> None:
+    """Runs the cases that the words name, five each; a last range names what failed."""
     device = detect()
     marker = RangeMarker("nvtx" if device.kind == "cuda" else "none")
     freeze_modules()
