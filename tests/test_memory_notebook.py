@@ -3,8 +3,6 @@
 import pandas as pd
 import pytest
 
-from labkit import accounting
-from labkit.configs import model_config
 from labkit.report import memory as report
 
 GIB = 2**30
@@ -17,14 +15,6 @@ def peak(precision="fp32", context=512, **values):
 
 def frame(*rows):
     return pd.DataFrame(rows)
-
-
-def test_predictions_are_the_closed_forms():
-    case = (model_config("2.7b"), 4, 512, "train_step")
-    closed = accounting.peak_bytes(*case, precision="fp32", attention="eager", device_kind="cuda")
-    # Small peaks are the allocator's rounding.
-    rows = report.predicted(frame(peak(), peak(peak_bytes=2**20)))
-    assert rows["predicted_bytes"].tolist() == [closed]
 
 
 def test_a_bar_of_the_parts_adds_up_to_its_peak():
@@ -57,10 +47,3 @@ def test_what_a_block_keeps_is_counted_by_operator():
     (block,) = report.kept(frame(row)).to_dict("records")
     assert (block["input_ratio"], block["five_fraction"]) == (5.0, 0.5)
     assert len(report.residuals(frame(row))) == 10, "what keeps nothing is left out"
-
-
-def test_plans_are_drawn_by_their_interval_and_what_ran_out_is_marked():
-    plans = {"1": "ok", "8": "ok", "32": "oom", "6/1": "ok"}
-    rows = [peak(plan=plan, attention="eager", status=status) for plan, status in plans.items()]
-    (axis,) = report.plans_figure(frame(*rows)).axes
-    assert axis.lines[0].get_xdata().tolist() == [1, 8] and len(axis.collections) == 1

@@ -18,12 +18,6 @@ def test_the_error_drawn_is_the_largest_so_far():
     assert axis.lines[0].get_ydata() == pytest.approx([abs(0.1 - 1 / 3), abs(0.2 - 2 / 3), 0.75])
 
 
-def test_dtypes_stand_in_the_order_of_the_pass():
-    observed = {"dtypes": [["fc1", "float16"], ["loss", "float32"]]}
-    table = report.dtypes_table(frame({"model": "toy", "autocast": "fp16", "observed": observed}))
-    assert table.to_numpy().tolist() == [["fc1", "float16"], ["loss", "float32"]]
-
-
 def norm(statistics, scale=1.0, error=1e-4, overflowed=0.0):
     row = {"norm": "rms_norm", "setting": "centred", "input": "bf16", "scale": scale}
     faults = {"overflowed_fraction": overflowed, "nonfinite_fraction": 0.0}

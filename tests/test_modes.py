@@ -1,6 +1,6 @@
-"""Every operation of labkit.kernels under autocast, on the meta device, in inference mode, with
-what is no tensor or holds no rows, and counted by FlopCounterMode: what is documented, or one line
-that says what is wrong.
+"""Every operation of labkit.kernels under autocast, with what is no tensor or
+holds no rows, and counted by FlopCounterMode: what is documented, or one line that says what is
+wrong.
 """
 
 import pytest
@@ -10,11 +10,10 @@ from kernel_operations import OPERATIONS, cases, draw, outputs_of, results
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.kernels import cross_entropy, fused, gelu_mlp, linear, rotary
+from labkit.kernels import cross_entropy, fused, linear
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.rms_norm import rms_norm
 from labkit.kernels.swiglu import swiglu
-from labkit.kernels.weighted_sum import weighted_sum
 
 OURS = [name for name in cases("kernel") if "lash" not in name]
 PRODUCTS = ("gelu_mlp", "gelu_mlp of a norm", "norm_linear", "dropout_linear")
@@ -54,51 +53,17 @@ def test_autocast_gives_the_documented_dtypes(name, interpreted):
     on_each_path(under_autocast, name, interpreted)
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if "plain" in OPERATIONS[name].paths])
-def test_on_the_meta_device_shapes_and_dtypes_are_those_of_a_cpu(name):
-    expected = results(OPERATIONS[name].ours, draw(name, torch.float32))
-    tensors = [x.detach().to("meta").requires_grad_() for x in draw(name, torch.float32)]
-    values = results(OPERATIONS[name].ours, tensors)
-    assert all(x.is_meta for x in values)
-    assert [(x.shape, x.dtype) for x in values] == [(x.shape, x.dtype) for x in expected]
-
-
-def in_inference_mode(name: str) -> None:
-    """Asserts that tensors of inference mode give what others do, in that mode and after it."""
-    expected = outputs_of(OPERATIONS[name].ours, draw(name, torch.float32))
-    with torch.inference_mode():
-        tensors = [x.detach().clone() for x in draw(name, torch.float32)]
-        inside = outputs_of(OPERATIONS[name].ours, tensors)
-    assert tensors[0].is_inference()
-    for outputs in (inside, outputs_of(OPERATIONS[name].ours, tensors)):
-        assert all(torch.equal(x, y) for x, y in zip(outputs, expected, strict=True))
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_tensors_of_inference_mode_are_taken(name, interpreted):
-    on_each_path(in_inference_mode, name, interpreted)
-
-
 X, W, SQUARE = torch.zeros(3, 4), torch.zeros(4), torch.zeros(4, 4)
 TARGETS = torch.zeros(3, dtype=torch.int64)
-HEADS = X[None, None]
 
 
 @pytest.mark.parametrize(
     ("call", "name", "kind"),
     [
         (lambda: rms_norm(None, W, 1e-5), "x", "NoneType"),
-        (lambda: rms_norm(X, W, 1e-5, 1.0), "residual", "float"),
         (lambda: layer_norm(X, W, None, 1e-5), "bias", "NoneType"),
-        (lambda: swiglu(X, None), "up", "NoneType"),
-        (lambda: rotary.rotary(HEADS, None, X, X), "k", "NoneType"),
-        (lambda: rotary.rotary(HEADS, HEADS, X, None), "sin", "NoneType"),
-        (lambda: cross_entropy.cross_entropy(X, None), "targets", "NoneType"),
         (lambda: cross_entropy.linear_cross_entropy(X, None, TARGETS), "weight", "NoneType"),
-        (lambda: gelu_mlp.gelu_mlp(X, SQUARE, None, SQUARE, W), "fc1_bias", "NoneType"),
-        (lambda: linear.dropout_linear(X, SQUARE, None, 0.1, TARGETS[0]), "bias", "NoneType"),
         (lambda: linear.norm_linear([1.0], SQUARE, W, (X, W, W, 1e-5)), "normed", "list"),
-        (lambda: weighted_sum(X, None), "weight", "NoneType"),
     ],
 )
 def test_what_is_no_tensor_is_refused_by_name(call, name, kind):
@@ -148,10 +113,7 @@ def far_from_zero(dtype: torch.dtype) -> None:
     big = torch.finfo(dtype).max
     ends = torch.tensor([[-big, -big / 3, -1e4, -200, -30, 0.0, 30, 200, 1e4, big / 3, big]])
     ends = ends.to(dtype)
-    slope, value, sums = gelu_mlp._gelu_backward(torch.ones_like(ends), ends)
     expected = (ends > 0).double() + 0.5 * (ends == 0)
-    assert torch.equal(slope.double(), expected) and torch.equal(sums.double(), expected[0])
-    assert torch.equal(value, ends.clamp(min=0))
     y, grad = results(lambda x: swiglu(x, torch.ones_like(x)), [ends.requires_grad_()])
     direction = torch.linspace(-1, 1.5, 11).to(dtype).double()
     torch.testing.assert_close(y, ends.clamp(min=0), rtol=0, atol=1e-10)

@@ -5,21 +5,18 @@ what was captured.
 import dataclasses
 import json
 import os
-import subprocess
-from collections import Counter
 
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200, H200_BYTES, execute_smoke, finished, on_a_cpu
+from chapters import CPU, execute_smoke, finished, on_a_cpu
 
-from labkit.configs import FIGURES, NSYS_ANALYSIS
+from labkit.configs import NSYS_ANALYSIS
 from labkit.device import detect
 from labkit.experiments import nsys_analysis as experiment
+from labkit.experiments.captured_step import parameters_of
 from labkit.experiments.nsys_analysis import ProfiledCase, cases, run_case
-from labkit.experiments.step import lacking_room
 from labkit.measure.profiling import Nsys, ProfileError, Trace
-from labkit.records import Record, RecordStore
 
 NOTEBOOK = "02_nsys_analysis"
 CANARY = "a-canary-that-sings-in-no-file"
@@ -32,24 +29,8 @@ def this_device_is_a_cpu(request, monkeypatch):
     yield from on_a_cpu(monkeypatch, is_detected="gpu" not in request.keywords)
 
 
-def memory_of(num_bytes: int, monkeypatch) -> None:
-    properties = dataclasses.make_dataclass("P", ["total_memory"])(num_bytes)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-
-
-def committed(notebook: str) -> list[Record]:
-    return RecordStore(FIGURES / "nvidia-h200" / "records" / f"{notebook}.jsonl").load()
-
-
-def parameters(size="nano", context=16, precision="fp32", attention="eager") -> dict:
-    return {
-        "size": size,
-        "context": context,
-        "batch": 4,
-        "precision": precision,
-        "compile": "none",
-        "attention": attention,
-    }
+def parameters(context=16, precision="fp32", attention="eager") -> dict:
+    return parameters_of("nano", str(context), precision, attention)
 
 
 def test_a_case_brings_those_after_it_of_its_size_and_context_alone():
@@ -68,19 +49,6 @@ def test_every_timeline_of_the_grid_is_one_of_its_cases():
     for profile in ("smoke", "full"):
         kept = [one for one in cases(profile, "cpu") if experiment.is_timeline(one.parameters)]
         assert len(kept) == len(NSYS_ANALYSIS[profile].timelines)
-
-
-def test_what_fits_an_h200_is_tried_and_little_that_does_not(monkeypatch):
-    """Held against notebook 01's committed records: nothing that ran there is skipped here."""
-    memory_of(H200_BYTES, monkeypatch)
-    seen = Counter()
-    for record in committed("01_benchmarking"):
-        phase = {"backward": "forward_backward", "train_step": "train_step"}.get(record.phase)
-        if record.section == "steps" and phase and record.case["precision"] != "tf32":
-            is_tried = not lacking_room(H200, record.case, phase)
-            assert is_tried or record.status == "oom", (record.case, record.phase)
-            seen[record.status, is_tried] += 1
-    assert seen["ok", True] > 100 and seen["oom", False] >= 10 and seen["oom", True] <= 3
 
 
 def test_a_case_is_captured_under_its_own_label():
@@ -105,68 +73,69 @@ def test_a_case_is_captured_under_its_own_label():
     assert {"forward", "backward", "optimizer"} <= set(kernels["phase"])
 
 
-class FakeNsys:
-    """Runs the program, and "captures" of each step one kernel a phase, the backward one by another
-    thread.
-    """
-
-    def __init__(self, num_labels: int):
-        self.num_labels = num_labels
-
-    def capture(self, command, *, timeout_s):
-        subprocess.run(command, check=True, timeout=timeout_s)
-        if not self.num_labels:
-            raise ProfileError("holds no kernel")
-        return trace_of(self.num_labels)
+STEPS = [f"nano {context} fp32 eager train_step" for context in (8, 16)]
 
 
-def trace_of(num_labels: int) -> Trace:
-    operations, ranges, moment = [], [], 0
-    for label in range(num_labels):
+def trace_of(names: list[str], failure: str = "") -> Trace:
+    """A capture of each step with one kernel a phase, the backward one by another thread."""
+    operations, ranges, moment = [], [(failure or "x", 0, 0, 1, 1)], 0
+    for name in names:
         for step in range(2):
             begin = moment
             for thread, phase in enumerate(("forward", "backward", "optimizer"), start=1):
                 ranges.append((phase, moment, moment + 8, 1, 1))
                 span = {"start_ns": moment + 3, "end_ns": moment + 8, "duration_ns": 5}
                 launch = {"process": 1, "thread": thread % 2 + 1, "launched_ns": moment + 2.0}
-                name = {"name": "ampere_sgemm", "kind": "kernel", "stream": 7}
-                operations.append(name | span | launch)
+                kernel = {"name": "ampere_sgemm", "kind": "kernel", "stream": 7}
+                operations.append(kernel | span | launch)
                 moment += 10
-            ranges.append((f"case {label} step {step}", begin - 1, moment, 1, 1))
+            ranges.append((f"step {step} {name}", begin - 1, moment, 1, 1))
             moment += 10
     columns = ["name", "start_ns", "end_ns", "process", "thread"]
-    total_ns = 5 * len(operations)
     table = pd.DataFrame(ranges, columns=columns).sort_values("start_ns")
-    return Trace("nsys", "2025.3.1", pd.DataFrame(operations), table, total_ns)
+    return Trace("nsys", "2025.3.1", pd.DataFrame(operations), table, 5 * len(operations))
 
 
-@pytest.mark.slow
-def test_cases_share_one_capture_of_labkits_own_process(monkeypatch):
-    """The program is the real one, on this machine's CPU; only the capture of it is invented."""
+class FakeNsys:
+    def __init__(self, *trace):
+        self.trace, self.commands = trace_of(*trace), []
+
+    def capture(self, command, *, timeout_s):
+        self.commands.append(command[3:])
+        return self.trace
+
+
+def test_cases_share_one_capture(monkeypatch):
     monkeypatch.setattr(experiment, "_captured", {})
     later = ProfiledCase("profiles", parameters(context=16), ("train_step",), 300.0)
     together = (experiment.words_of(later.parameters, "train_step"),)
     case = dataclasses.replace(later, parameters=parameters(context=8), together=together)
-    first = experiment._from_nsys(FakeNsys(2), CPU, case, "train_step")
+    nsys = FakeNsys(STEPS)
+    first = experiment._from_nsys(nsys, CPU, case, "train_step")
     assert first.case == case.parameters and first.observed["profiler_version"] == "2025.3.1"
-    assert first.metrics["num_launches"] == 3
+    assert (first.metrics["num_launches"], first.metrics["done_ms"]) == (3, 31e-6)
+    assert first.metrics["issued_ms"] == 29e-6
     assert first.metrics["backward_kernel_ms"] == pytest.approx(5e-6)
     second = experiment._from_nsys(None, CPU, later, "train_step")
     assert second.case == later.parameters and experiment._captured == {}
+    assert nsys.commands == [" ".join(STEPS).split()]
 
 
-def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for():
-    """The words name a size that does not exist: the process answers with its failure."""
-    (failure,) = experiment.capture_together(
-        FakeNsys(0), CPU, [("none", "8", "fp32", "eager", "inference")], 300.0
-    )
-    assert type(failure) is RuntimeError and "unknown size 'none'" in str(failure)
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [("oom too large", torch.OutOfMemoryError), ("error it broke", RuntimeError)],
+)
+def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for(failure, kind):
+    case = ProfiledCase("profiles", parameters(context=32), ("train_step",), 300.0)
+    with pytest.raises(kind, match=f"^{failure.partition(' ')[2]}$"):
+        experiment._from_nsys(FakeNsys(STEPS, failure), CPU, case, "train_step")
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error():
-    answer = {"case": parameters(), "observed": {}, "steps": [{"issued_ms": 1, "done_ms": 1}] * 2}
-    with pytest.raises(ProfileError, match="holds no launch in the range 'case 1 step 0'"):
-        experiment.measurements(trace_of(1), [answer, answer])
+    trace = trace_of(STEPS)
+    trace = dataclasses.replace(trace, operations=trace.operations.iloc[:6])
+    with pytest.raises(ProfileError, match="holds no launch in the range 'step 0 nano 16 fp32"):
+        experiment.measurements(trace)
 
 
 @pytest.mark.slow
@@ -192,7 +161,8 @@ def test_nsys_and_torch_profiler_give_the_same_table():
     if failure := nsys.failure() if nsys else "not found":
         pytest.skip(f"needs nsys: {failure}")
     words = ("small", "512", "fp32", "eager", "train_step")
-    (theirs,) = experiment.capture_together(nsys, detect(), [words], 300.0)
+    case = ProfiledCase("profiles", parameters_of(*words[:-1]), ("train_step",), 300.0)
+    theirs = experiment._from_nsys(nsys, detect(), case, "train_step")
     ours = experiment._from_kineto(detect(), words)
     assert (theirs.observed["profiler"], ours.observed["profiler"]) == ("nsys", "kineto")
     metrics = theirs.metrics

@@ -5,7 +5,6 @@ test_nsys_analysis.py.
 import pandas as pd
 import pytest
 
-from labkit.report import figures
 from labkit.report import nsys_analysis as report
 from labkit.report.facts import compare, measured
 
@@ -73,14 +72,6 @@ def test_a_timeline_shows_every_phase_and_one_block_closer():
     assert [text.get_text() for text in whole.texts] == labels
     drawn = [axis.get_legend_handles_labels()[1] for axis in (whole, closer)]
     assert drawn == [["matmul", "softmax", "optimizer"], ["matmul", "softmax"]]
-
-
-def test_bars_are_stacked_in_order_and_a_way_that_lacks_a_size_leaves_its_place():
-    rows = classes(captured(size="small"), captured(), captured("bf16", size="small"))
-    one, two = figures.class_bars(rows, "size", "_ms", "ms", "way").axes
-    assert [axis.get_title() for axis in (one, two)] == ["fp32", "bf16"]
-    assert [bar.get_width() for bar in two.containers[0]] == pytest.approx([2.7, 0.0])
-    assert [bar.get_x() for bar in one.containers[1]] == pytest.approx([2.7, 2.7])
 
 
 def test_a_disturbed_capture_marks_every_number_made_of_it():

@@ -126,11 +126,7 @@ def _time_independently(device: Device, function: Callable, source: torch.Tensor
 SECTIONS = {
     **CEILINGS,
     "timer": section(_measure_timer),
-    "steps": run_steps,
-    "warmup": run_steps,
-    "compile": run_steps,
-    "execution": run_steps,
-    "course": run_steps,
+    **dict.fromkeys(("steps", "warmup", "compile", "execution", "course"), run_steps),
 }
 
 run_case = functools.partial(run_section, SECTIONS)

@@ -2,17 +2,17 @@
 ranges alone.
 
 As a program it runs the steps of cases: `python -m labkit.experiments.captured_step SIZE CONTEXT
-PRECISION ATTENTION PHASE …`, with a file after them in which it writes what became of each.
+PRECISION ATTENTION PHASE …`. The capture itself says what became of each, by the names of ranges:
+"step 0 SIZE …" and "step 1 SIZE …" as read back from the live objects, "oom …" or "error …" for a
+failure, which ends the program.
 """
 
 import contextlib
 import functools
 import gc
 import itertools
-import json
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,11 +23,10 @@ from labkit.experiments.sections import empty_cache, freeze_modules
 from labkit.experiments.step import Step, step_parameters
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, RangeMarker
-from labkit.measure.timing import synchronize
+from labkit.measure.timing import collector_paused, synchronize
 from labkit.models import transformer
 
 NUM_WARMUP = 1
-NUM_CAPTURED = 2
 
 LARGEST_DIFFERENCE = 1e-2
 """Relative difference of the output with and without ranges above which marking has changed what is
@@ -71,39 +70,29 @@ def marked(step: Step, marker: RangeMarker) -> Iterator[None]:
             handle.remove()
 
 
-def capture_steps(step: Step, phase: str, marker: RangeMarker, label: str) -> list[dict]:
+def capture_steps(step: Step, phase: str, marker: RangeMarker) -> None:
     """Runs a phase unmarked, on memory that no earlier phase holds, and then the two steps to be
-    captured, "<label> step 0" with every range and "<label> step 1" with the phases'.
-
-    Returns of each captured step when all was issued and when it was done, `issued_ms` and
-    `done_ms` by the host's clock.
+    captured, "step 0 …" with every range and "step 1 …" with the phases'.
 
     Raises AssertionError if marking changed the result, or if that is not finite.
     """
     kind = step.device.kind
+    label = " ".join(words_of(step.described(), phase))
     step.model.zero_grad()
     empty_cache(step.device)
     for _ in range(NUM_WARMUP):
         step.run(phase)
-    steps = []
     outcomes = []
-    for number in range(NUM_CAPTURED):
+    for number, marks in enumerate((marked(step, marker), contextlib.nullcontext())):
         if phase == "forward_backward":
             step.model.zero_grad()
         synchronize(kind)
-        begin = time.perf_counter()
-        with (
-            marked(step, marker) if number == 0 else contextlib.nullcontext(),
-            marker(f"{label} step {number}"),
-        ):
-            result = step.run(phase, marker)
-            issued = time.perf_counter()
+        with collector_paused(), marks, marker(f"step {number} {label}"):
+            values = step.run(phase, marker)
             synchronize(kind)
-            done = time.perf_counter()
-        steps.append({"issued_ms": 1e3 * (issued - begin), "done_ms": 1e3 * (done - begin)})
-        values = result.float()
+        values = values.float()
         outcomes.append(torch.stack([values.mean(), values.square().mean().sqrt()]))
-        del result, values
+        del values
     with_ranges, without = outcomes
     if not torch.isfinite(with_ranges + without).all():
         raise AssertionError(f"{phase}: the result is {with_ranges.tolist()}, {without.tolist()}")
@@ -113,27 +102,25 @@ def capture_steps(step: Step, phase: str, marker: RangeMarker, label: str) -> li
             f"{phase}: marking ranges changed the result from {without.tolist()} to "
             f"{with_ranges.tolist()}"
         )
-    return steps
 
 
-def run_cases(
-    device: Device, cases: Sequence[Sequence[str]], marker: RangeMarker
-) -> Iterator[dict]:
-    """Yields of each case, (size, context, precision, attention, phase), what it was as read back
-    from the live objects, and its captured steps, "case <number> step <0 or 1>".
-    """
-    numbers = itertools.count()
+def run_cases(device: Device, cases: Sequence[Sequence[str]], marker: RangeMarker) -> None:
+    """Runs the captured steps of each case, (size, context, precision, attention, phase)."""
     for shape, same in itertools.groupby(cases, key=lambda case: case[:-1]):
         with contextlib.closing(Step(device, parameters_of(*shape))) as step:
             for *_, phase in same:
-                steps = capture_steps(step, phase, marker, f"case {next(numbers)}")
-                yield {"case": step.described(), "observed": step.observed(), "steps": steps}
+                capture_steps(step, phase, marker)
+
+
+def words_of(parameters: dict, *phase: str) -> tuple[str, ...]:
+    """Returns the words that name a step."""
+    names = ("size", "context", "precision", "attention")
+    return (*(str(parameters[name]) for name in names), *phase)
 
 
 def parameters_of(size: str, context: str, precision: str, attention: str) -> dict:
     """Returns the parameters of a step that is named by these words."""
-    impl = "course" if attention == "course" else "eager"
-    return step_parameters(size, int(context), precision, attention=attention, impl=impl)
+    return step_parameters(size, int(context), precision, attention=attention)
 
 
 def nsys_line(case: Sequence[str], output: Path) -> str:
@@ -154,29 +141,26 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
         nsys.capture(command, timeout_s=600.0, keep=path, stacks=True)
         return path
     path = output.with_name(f"{output.name}.json")
-    run = functools.partial(list, run_cases(device, [case], RangeMarker("kineto")))
+    run = functools.partial(run_cases, device, [case], RangeMarker("kineto"))
     profiling.capture_with_kineto(run, device.kind, keep=path, stacks=True)
     return path
 
 
 def main(words: Sequence[str]) -> None:
-    """Runs the cases; with a file, writes an answer for each and ends after the first failure."""
+    """Runs the cases that the words name, five each; a last range names what failed."""
     device = detect()
     marker = RangeMarker("nvtx" if device.kind == "cuda" else "none")
-    cases = [words[first : first + 5] for first in range(0, len(words) - 4, 5)]
-    if len(words) == 5 * len(cases):
-        list(run_cases(device, cases, marker))
-        return
     freeze_modules()
-    with open(words[-1], "a", encoding="utf-8") as file:
-        try:
-            for answer in run_cases(device, cases, marker):
-                print(json.dumps(answer), file=file, flush=True)
-        except Exception as error:
-            is_oom = isinstance(error, torch.OutOfMemoryError)
-            reason = f"{error}".split("\n")[0][:500]
-            print(json.dumps({"failure": reason, "is_oom": is_oom}), file=file)
-    gc.unfreeze()  # or its modules are reported as leaks when the process ends
+    try:
+        cases = [words[first : first + 5] for first in range(0, len(words), 5)]
+        run_cases(device, cases, marker)
+    except Exception as error:
+        status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
+        reason = f"{error}".split("\n")[0][:500]
+        with marker(f"{status} {reason}"):
+            raise
+    finally:
+        gc.unfreeze()  # or its modules are reported as leaks when the process ends
 
 
 if __name__ == "__main__":

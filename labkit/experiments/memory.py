@@ -9,7 +9,6 @@ Sections: "peaks" (every size, context and precision), "timeline" (every allocat
 import contextlib
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
@@ -110,26 +109,20 @@ def cases(
     return planned
 
 
-def inputs(step: Step) -> list[Tensor]:
-    """Returns what is there beside parameters: token indices and the model's tables."""
-    return [step.tokens, step.targets, *step.model.buffers()]
-
-
 def gradients(step: Step) -> list[Tensor]:
     return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
 
 
 def optimizer_state(step: Step) -> list[Tensor]:
-    """Returns the tensors of the optimizer's state on this device; none before its first step."""
-    if "optimizer" not in vars(step):
-        return []
+    """Returns the tensors of the optimizer's state; none before its first step."""
     values = [value for state in step.optimizer.state.values() for value in state.values()]
-    return [x for x in values if isinstance(x, Tensor) and x.device.type == step.device.kind]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def resident(step: Step) -> list[Tensor]:
     """Returns every tensor that stays from step to step."""
-    return [*step.model.parameters(), *inputs(step), *gradients(step), *optimizer_state(step)]
+    inputs = [step.tokens, step.targets, *step.model.buffers()]
+    return [*step.model.parameters(), *inputs, *gradients(step), *optimizer_state(step)]
 
 
 def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
@@ -155,7 +148,7 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
         metrics["made_bytes"] = usage.kept_bytes
     del usage
     metrics |= _peak_bytes(step, metrics["added_bytes"])
-    return Measured(metrics, step.described(), step.observed())
+    return Measured(metrics, step.described())
 
 
 def _peak_bytes(step: Step, added: int) -> dict[str, int | None]:
@@ -195,34 +188,28 @@ def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
             return contextlib.nullcontext()
 
         step.run(phase, part)
-        gradient_addresses = {x.untyped_storage().data_ptr() for x in gradients(step)}
     history = recorder.history
-    category = _categories(step, history, gradient_addresses)
-    at_peak: Counter[str] = Counter()
-    for allocation in history.allocations:
-        if allocation.is_alive(history.peak_position):
-            at_peak[category(allocation)] += allocation.num_bytes
+    category = _categories(step, history)
     events, series = history.series(category, TIMELINE_POINTS)
+    peak = events.index(history.peak_position + 1)
     metrics = {
         "peak_bytes": history.peak_bytes,
         "reported_peak_bytes": history.reported_peak_bytes,
         "num_events": history.num_events,
         "num_allocations": sum(one.begin != BEFORE for one in history.allocations),
     }
-    metrics |= {f"{name.replace(' ', '_')}_at_peak_bytes": n for name, n in at_peak.items()}
+    for name, values in series.items():
+        metrics[f"{name.replace(' ', '_')}_at_peak_bytes"] = values[peak]
     mib = {f"{name}_mib": [round(x / 2**20, 2) for x in y] for name, y in series.items()}
-    phases = {"phases": [list(part) for part in history.phases()]}
-    samples = {"event": events, **mib}
-    return Measured(metrics, step.described(), step.observed() | phases, samples)
+    observed = {"phases": [list(part) for part in history.phases()]}
+    return Measured(metrics, step.described(), observed, {"event": events, **mib})
 
 
-def _categories(
-    step: Step, history: History, gradient_addresses: set[int]
-) -> Callable[[Allocation], str]:
+def _categories(step: Step, history: History) -> Callable[[Allocation], str]:
     """Returns the function that says what an allocation is.
 
-    Activations are what the forward pass leaves for the backward pass; temporary is what else the
-    step makes.
+    Activations are what the forward pass leaves for the backward pass, gradients what that leaves
+    for the optimizer; temporary is what else the step makes.
     """
     known = {x.untyped_storage().data_ptr(): "parameters" for x in step.model.parameters()}
     known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in optimizer_state(step)}
@@ -231,14 +218,12 @@ def _categories(
     def category(allocation: Allocation) -> str:
         if allocation.begin == BEFORE:
             return known.get(allocation.address, "other")
-        if "backward" not in begin_of:
-            return "temporary"
-        is_gradient = allocation.address in gradient_addresses
-        if is_gradient and allocation.is_alive(begin_of["optimizer step"] - 1):
-            return "gradients"
-        backward = begin_of["backward"]
-        if allocation.begin < backward and allocation.is_alive(backward - 1):
-            return "activations"
+        if "backward" in begin_of:
+            is_of_forward = allocation.begin < begin_of["backward"]
+            if is_of_forward and allocation.is_alive(begin_of["backward"] - 1):
+                return "activations"
+            if not is_of_forward and allocation.is_alive(begin_of["optimizer step"] - 1):
+                return "gradients"
         return "temporary"
 
     return category
@@ -294,11 +279,11 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
         metrics["relative_difference"] = difference
         del exact, pairs
     kept_anyway = [*modules.parameters(), *rotary.buffers()]
-    kept, out = residuals(forward, modules, kept_anyway, is_compiled=is_compiled)
+    kept, _ = residuals(forward, modules, kept_anyway, is_compiled=is_compiled)
     metrics |= {
         "num_residuals": len(kept),
         "saved_bytes": saved_bytes(kept),
-        "stream_bytes": out.untyped_storage().nbytes(),
+        "stream_bytes": x_BTC.nbytes,
     }
     is_live = all(module._compiled_call_impl is not None for module in modules)
     described = {**parameters, "code": "compiled" if is_live else "eager"}
@@ -345,7 +330,7 @@ def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
     ):
         plan += f", but each block ran {num_forwards:g} times"
     described = step.described() | {"plan": plan}
-    return times.measured(metrics, described, step.observed(), keep="step_ms")
+    return times.measured(metrics, described, keep="step_ms")
 
 
 def count_block_forwards(step: Step) -> float:

@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from labkit.configs import (
 )
 from labkit.device import Device
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
-from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
+from labkit.experiments.sections import run_section, section, timed_with_peak
 from labkit.experiments.step import RECIPES, Step, open_step, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.models.transformer import TransformerLM, language_model_loss
@@ -137,13 +137,14 @@ def _toy_model(device: Device) -> nn.Module:
     return nn.Sequential(OrderedDict(layers)).to(device.kind)
 
 
-def measure_dtypes(device: Device, parameters: dict) -> Measured:
+def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
     """Returns the dtypes of a model's parts under autocast, noted by hooks where tensors pass, and
     its loss beside that in fp32.
 
     Parts: the parameters, every module's output (those of all blocks under one name), logits, loss,
     gradients.
     """
+    parameters = case.parameters
     torch.manual_seed(0)
     numerics.set_precision("fp32")
     if parameters["model"] == "toy":
@@ -181,7 +182,7 @@ def measure_dtypes(device: Device, parameters: dict) -> Measured:
     if not abs(loss / loss_fp32 - 1) <= LARGEST_LOSS_DEVIATION:
         raise AssertionError(f"the loss is {loss:.4g} under autocast and {loss_fp32:.4g} in fp32")
     return Measured(
-        metrics={"loss": float(loss), "loss_fp32": float(loss_fp32)},
+        metrics={"loss": loss.item(), "loss_fp32": loss_fp32.item()},
         case={"model": parameters["model"], "autocast": live},
         observed={"dtypes": [[part, " and ".join(names)] for part, names in dtypes.items()]},
     )
@@ -211,7 +212,7 @@ def _measure_step(step: Step, case: Case, phase: str) -> Measured:
         metrics["num_skipped_steps"] = round(math.log2(scale / scaler.get_scale()))
     metrics["loss_scale"] = scaler.get_scale()
     metrics["tokens_per_s"] = step.tokens.numel() / (times.timing.median_ms * 1e-3)
-    return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
+    return times.measured(metrics, step.described(), keep="step_ms")
 
 
 def check_loss(step: Step) -> float:
@@ -263,7 +264,7 @@ def _measure_operators(step: Step, case: Case, phase: str) -> Measured:
     counters: dict[str, OperatorCounter] = defaultdict(OperatorCounter)
     step.run("train_step", counters.__getitem__)
     counts = counters[phase.removesuffix("_step")].counts
-    return Measured(counts, step.described(), step.observed())
+    return Measured(counts, step.described())
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
             logits = model(sequences[:, :-1])
             loss = language_model_loss(logits, sequences[:, 1:])
         logits.retain_grad()
-        step.backward(loss)
+        scaler.scale(loss).backward()
         if number % max(1, len(data) // NUM_LOOKS) == 0:
             looks["look_step"].append(number)
             looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))
@@ -312,7 +313,7 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
         scale = scaler.get_scale()
         step.optimize()
         num_skipped += scaler.get_scale() < scale
-        losses.append(float(loss))
+        losses.append(loss.item())
     finite = [loss if math.isfinite(loss) else None for loss in losses]
     last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
     unmoved = [gain == before for gain, before in zip(gains, initial_gains, strict=True)]
@@ -331,14 +332,10 @@ def _share(marks: Sequence[Tensor]) -> float:
     return sum(int(x.sum()) for x in marks) / sum(x.numel() for x in marks)
 
 
-def _probe(measure: Callable[[Device, dict], Measured]) -> Runner:
-    return section(lambda device, case, phase: measure(device, case.parameters))
-
-
 SECTIONS = {
-    "accumulation": _probe(measure_sum),
-    "dtypes": _probe(measure_dtypes),
-    "normalisation": _probe(measure_normalisation),
+    "accumulation": section(measure_sum),
+    "dtypes": section(_measure_dtypes),
+    "normalisation": section(measure_normalisation),
     "steps": section(_measure_step, open_step),
     "operators": section(_measure_operators, open_step),
     "training": section(_measure_training, open_step),

@@ -12,12 +12,10 @@ runs as it would unmarked; what is inside which range comes from the first.
 """
 
 import functools
-import json
+import itertools
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -25,7 +23,7 @@ import torch
 from labkit.configs import NSYS_ANALYSIS
 from labkit.device import Device
 from labkit.experiments import captured_step
-from labkit.experiments.captured_step import NUM_WARMUP, parameters_of, run_cases
+from labkit.experiments.captured_step import NUM_WARMUP, parameters_of, run_cases, words_of
 from labkit.experiments.sections import freeze_modules, run_section, section
 from labkit.experiments.step import lacking_room
 from labkit.experiments.sweep import Case, Measured, Skip
@@ -99,12 +97,6 @@ def cases(
     return planned
 
 
-def words_of(parameters: dict, *phase: str) -> tuple[str, ...]:
-    """Returns the words that name a case in `captured_step`."""
-    names = ("size", "context", "precision", "attention")
-    return (*(str(parameters[name]) for name in names), *phase)
-
-
 def is_timeline(parameters: dict) -> bool:
     """Returns whether a case's training step is kept launch by launch."""
     kept = [shape for grid in NSYS_ANALYSIS.values() for shape in grid.timelines]
@@ -127,19 +119,15 @@ run_case = functools.partial(
 )
 
 
-def _from_kineto(device: Device, words: Sequence[str]) -> Measured:
+def _from_kineto(device: Device, words: tuple[str, ...]) -> Measured:
     """Captures one phase by torch.profiler."""
-    answers: list[dict] = []
-
-    def capture() -> None:
-        answers.extend(run_cases(device, [words], RangeMarker("kineto")))
-
+    run = functools.partial(run_cases, device, [words], RangeMarker("kineto"))
     with Monitor(device.kind) as monitor:
-        trace = profiling.capture_with_kineto(capture, device.kind)
-    return replace(measurements(trace, answers)[0], telemetry=monitor.summary)
+        trace = profiling.capture_with_kineto(run, device.kind)
+    return replace(measurements(trace)[words], telemetry=monitor.summary)
 
 
-_captured: dict[tuple[str, ...], Measured | Exception] = {}
+_captured: dict[tuple[str, ...], Measured] = {}
 """What this worker has from a shared capture and no case has asked for yet, by the case's words."""
 
 
@@ -156,88 +144,72 @@ def _from_nsys(nsys: Nsys, device: Device, case: ProfiledCase, phase: str) -> Me
             for other in case.together
             if not lacking_room(device, parameters_of(*other[:-1]), other[-1])
         ]
-        outcomes = capture_together(nsys, device, asked, case.timeout_s)
-        _captured.clear()
-        # After the first failure there are no more.
-        _captured.update(zip(asked, outcomes, strict=False))
-    outcome = _captured.pop(words)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
-def capture_together(
-    nsys: Nsys, device: Device, asked: Sequence[Sequence[str]], timeout_s: float
-) -> list[Measured | Exception]:
-    """Captures the steps of many cases in one process; returns what came of each, up to the first
-    failure.
-    """
-    trace = None
-    failure = "the captured process ended before its first step"
-    with tempfile.TemporaryDirectory(prefix="labkit-answers-") as folder:
-        file = Path(folder) / "answers.jsonl"
-        file.touch()
-        words = [word for case in asked for word in case]
-        command = [sys.executable, "-m", captured_step.__name__, *words, str(file)]
+        program = [sys.executable, "-m", captured_step.__name__]
+        command = [*program, *itertools.chain.from_iterable(asked)]
         with Monitor(device.kind) as monitor:
-            try:
-                trace = nsys.capture(command, timeout_s=timeout_s - CAPTURE_MARGIN_S)
-            except ProfileError as error:
-                failure = str(error)
-        lines = file.read_text(encoding="utf-8").splitlines()
-    answers = [json.loads(line) for line in lines]
-    captured = [answer for answer in answers if "steps" in answer]
-    if not answers or (captured and trace is None):
-        raise ProfileError(failure)
-    telemetry = dict(monitor.summary)
-    telemetry.pop("foreign_processes", None)
-    outcomes: list[Measured | Exception] = []
-    if trace:
-        outcomes += [replace(one, telemetry=telemetry) for one in measurements(trace, captured)]
-    for answer in answers[len(captured) :]:
-        error = torch.OutOfMemoryError if answer["is_oom"] else RuntimeError
-        outcomes.append(error(answer["failure"]))
-    return outcomes
+            trace = nsys.capture(command, timeout_s=case.timeout_s - CAPTURE_MARGIN_S)
+        telemetry = dict(monitor.summary)
+        telemetry.pop("foreign_processes", None)
+        _captured.clear()
+        for other, measured in measurements(trace).items():
+            _captured[other] = replace(measured, telemetry=telemetry)
+        if words not in _captured:
+            raise _failure(trace)
+    return _captured.pop(words)
 
 
-def measurements(trace: Trace, answers: Sequence[dict]) -> list[Measured]:
-    """Returns the measurements of the phases that a capture holds: metrics, and in `observed`
-    tables by kernel, class and range.
+def _failure(trace: Trace) -> Exception:
+    """Returns the error that ended the captured process, as a range of the capture names it."""
+    for name in trace.ranges["name"]:
+        status, _, reason = name.partition(" ")
+        if status == "oom":
+            return torch.OutOfMemoryError(reason)
+        if status == "error":
+            return RuntimeError(reason)
+    return ProfileError("the captured process ended before its first step")
 
-    Args:
-        answers: what `captured_step.run_cases` gave of each.
+
+def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
+    """Returns the measurements of the phases that a capture holds, by their words: metrics, and in
+    `observed` tables by kernel, class and range.
     """
     table = profiling.launches(trace, STEP_PHASES, KERNEL_CLASSES)
     outermost = [path[0] if path else profiling.OUTSIDE for path in table["path"]]
     rows_of = dict(iter(table.groupby(outermost)))
-    results = []
-    for number, answer in enumerate(answers):
-        names = [f"case {number} step {step}" for step in range(captured_step.NUM_CAPTURED)]
-        for name in names:
-            if name not in rows_of:
-                raise ProfileError(f"the capture holds no launch in the range '{name}'")
-        metrics, tables = _step_tables(answer, *(rows_of[name] for name in names))
-        profiler = {"profiler": trace.source, "profiler_version": trace.version}
-        observed = answer["observed"] | {"tables": tables} | profiler
+    spans = trace.ranges.sort_values("start_ns").set_index("name")
+    results = {}
+    for name in spans.index[spans.index.str.startswith("step 1 ")]:
+        words = tuple(name.split()[2:])
+        marked_name = name.replace("step 1", "step 0", 1)
+        for step in (marked_name, name):
+            if step not in rows_of:
+                raise ProfileError(f"the capture holds no launch in the range '{step}'")
+        begin, end = spans.loc[name, ["start_ns", "end_ns"]]
+        inner = spans[spans.index.isin(STEP_PHASES) & spans["start_ns"].between(begin, end)]
+        metrics, tables = _step_tables(rows_of[marked_name], rows_of[name])
+        metrics["issued_ms"] = (inner["end_ns"].max() - begin) / 1e6
+        metrics["done_ms"] = (end - begin) / 1e6
+        marked_span = spans.loc[marked_name]
+        metrics["done_with_ranges_ms"] = (marked_span["end_ns"] - marked_span["start_ns"]) / 1e6
+        parameters = parameters_of(*words[:-1])
+        if is_timeline(parameters) and words[-1] == "train_step":
+            tables["timeline"] = _timeline(rows_of[marked_name])
+        observed = {"tables": tables, "profiler": trace.source, "profiler_version": trace.version}
         timer = {"method": trace.source, "num_warmup": NUM_WARMUP}
-        results.append(Measured(metrics, answer["case"], observed, timer=timer))
+        results[words] = Measured(metrics, parameters, observed, timer=timer)
     return results
 
 
-def _step_tables(answer: dict, marked: pd.DataFrame, plain: pd.DataFrame) -> tuple[dict, dict]:
+def _step_tables(marked: pd.DataFrame, plain: pd.DataFrame) -> tuple[dict, dict]:
     """Returns metrics and tables of one phase, from the launches of its step with every range and
     of that with the phases' alone.
     """
     kernels = plain[plain["kind"].isin(KERNEL_KINDS)]
     marked_kernels = marked[marked["kind"].isin(KERNEL_KINDS)]
-    marked_step, plain_step = answer["steps"]
     metrics = {
         **_times(plain, "step"),
         "num_launches": len(kernels),
         "num_casts": int(kernels["name"].map(profiling.is_cast).sum()),
-        "issued_ms": plain_step["issued_ms"],
-        "done_ms": plain_step["done_ms"],
-        "done_with_ranges_ms": marked_step["done_ms"],
         "num_launches_with_ranges": len(marked_kernels),
     }
     for phase, rows in plain.groupby("phase"):
@@ -254,8 +226,6 @@ def _step_tables(answer: dict, marked: pd.DataFrame, plain: pd.DataFrame) -> tup
     }
     # Hundredths of a microsecond are enough.
     columns = {name: table.round(2).to_dict("list") for name, table in tables.items()}
-    if is_timeline(answer["case"]) and "backward" in set(plain["phase"]):
-        columns["timeline"] = _timeline(marked)
     return metrics, columns
 
 

@@ -127,6 +127,7 @@ class SharedStep(Step):
         shape = (2, *self.tokens.shape)
         tokens = torch.randint(self.config.vocab_size, shape, generator=generator)
         self.tokens, self.targets = tokens.to(rank_device())
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         options: dict[str, Any] = {"broadcast_buffers": False}
         if way.is_cast_by_wrapper:
             options["compute_dtype"] = self.recipe.autocast
@@ -311,7 +312,7 @@ def steps_rank(
             seen[way]["memory"] = step.memory
             seen[way]["backend"] = dist.get_backend()
             seen[way]["case"] = step.described()
-            seen[way]["observed"] = step.observed()
+            seen[way]["observed"] = {"num_parameters": step.num_parameters}
             if number == 0 and step.device.kind == "cuda" and step.precision == "bf16":
                 is_kept = way in TIMELINES
                 seen[way]["profile"], seen[way]["spans"] = step.profile(timeline=is_kept)

@@ -68,8 +68,11 @@ def step_parameters(
     """Returns the parameters of a step's case, the same in every notebook so that their records
     share a table.
 
-    Those of the eager model do not name it: they were recorded before there was another.
+    Those of the eager model do not name it: they were recorded before there was another. The model
+    as a course writes it has an attention of its own.
     """
+    if attention == "course":
+        impl = "course"
     parameters = {
         "size": size,
         "context": context,
@@ -83,7 +86,7 @@ def step_parameters(
 
 def course_parameters(size: str, context: int, precision: str) -> dict[str, str | int]:
     """Returns the parameters of a step of the model as a course writes it."""
-    return step_parameters(size, context, precision, attention="course", impl="course")
+    return step_parameters(size, context, precision, attention="course")
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,6 @@ class Step:
             for module in self.model.blocks.modules():
                 if isinstance(module, nn.Linear):
                     module.to(self.recipe.autocast)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.scaler = torch.amp.GradScaler(device.kind, enabled=self.recipe.is_scaled)
         plan = parameters.get("plan", "none")
         self.plan = accounting.checkpoint_plan(plan, len(self.model.blocks))
@@ -222,7 +224,7 @@ class Step:
         return self.loss_on(self.tokens, self.targets, self.plan)
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+        loss.backward()
 
     def optimize(self) -> None:
         self.scaler.step(self.optimizer)
@@ -246,8 +248,10 @@ class Step:
             self.optimizer.zero_grad()
         with part("forward"):
             loss = self.forward()
+        scaled = self.scaler.scale(loss)
         with part("backward"):
-            self.backward(loss)
+            self.backward(scaled)
+        del scaled  # with the graph behind it
         self.loss = loss = loss.detach()
         if phase == "train_step":
             with part("optimizer"):
@@ -316,10 +320,6 @@ class Step:
         )
         return parameters | {"batch": batch}
 
-    def observed(self) -> dict:
-        """Returns what else there is to know of the live objects."""
-        return {"num_parameters": self.num_parameters}
-
     def close(self) -> None:
         """Frees what the step holds."""
         if self.compile != "none":  # importing the compiler to reset it takes seconds
@@ -335,19 +335,15 @@ def lacking_room(device: Device, parameters: dict, phase: str) -> str:
     """
     if device.kind != "cuda":
         return ""
-    config = model_config(parameters["size"])
-    is_without_optimizer = phase == "forward_backward"
     predicted = accounting.peak_bytes(
-        config,
+        model_config(parameters["size"]),
         parameters["batch"],
         parameters["context"],
-        "train_step" if is_without_optimizer else phase,
+        "forward" if phase == "forward_backward" else phase,  # at least that
         precision=parameters["precision"],
         attention="eager" if parameters["attention"] in ("eager", "course") else "fused",
         device_kind=device.kind,
     )
-    if is_without_optimizer:
-        predicted -= accounting.optimizer_state_bytes(config)
     total = memory_bytes(device)
     if predicted <= BEYOND_DOUBT * total:
         return ""
@@ -384,7 +380,7 @@ def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float
     else:
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
     metrics |= _rates(device, case, phase, function, times, ceilings)
-    return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
+    return times.measured(metrics, step.described(), keep="step_ms")
 
 
 def _time_first_call(step: Step) -> Timing:
@@ -500,7 +496,7 @@ def _samples(step: Step) -> Tensor:
     samples = []
     for parameter in step.model.parameters():
         flat = step.optimizer.state[parameter].get("master", parameter).detach().flatten()
-        samples.append(flat[:: -(-flat.numel() // COMPARED_ELEMENTS)].double())
+        samples.append(flat[:: 1 + flat.numel() // COMPARED_ELEMENTS].double())
     return torch.cat(samples)
 
 
