@@ -144,9 +144,11 @@ def run(
     folders = {name: root / measured_by(name).slug for name in names}
     # Fails now, not after hours of measuring, if the report could not read something.
     records.newest_of(folders)
-    # Until this command ends, so that its rendering disturbs no other run.
-    context.with_resource(sweep.measuring_lock(device, ", ".join(names), wait=not no_wait))
+    if not dry_run:
+        # Until this command ends, so that its rendering disturbs no other run.
+        context.with_resource(sweep.measuring_lock(device, ", ".join(names), wait=not no_wait))
     start = time.monotonic()
+    planned: set[tuple[str, ...]] = set()
     for round_profile in rounds:
         sessions = [
             sweep.Session(
@@ -160,7 +162,7 @@ def run(
             for name in names
         ]
         if dry_run:
-            _print_plan(round_profile, sessions)
+            _print_plan(round_profile, sessions, planned)
             continue
         target = root / device.slug
         print(f"Measuring {device.name}, profile {round_profile}, into {target}", file=sys.stderr)
@@ -173,22 +175,29 @@ def run(
         _write_report(device, output, folders, start)
 
 
-def _print_plan(profile: str, sessions: Sequence["Session"]) -> None:
-    """Prints of each notebook the cases that a run would measure, and which steps will not fit."""
+def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[str, ...]]) -> None:
+    """Prints of each notebook the cases that a run would measure, and which steps will not fit;
+    what is in `planned`, of the rounds before, is left out.
+    """
     from labkit.experiments.sections import memory_bytes
-    from labkit.experiments.sweep import Progress
+    from labkit.experiments.sweep import expected_seconds
     from labkit.report import plan
 
     unfit = Counter()
     minutes = 0.0
     for session in sessions:
-        pending = session.pending()
-        with Progress([]) as progress:
-            seconds = sum(progress.of(session, case) for case in pending)
-        minutes += seconds / 60
-        words = f"{len(pending)} cases, about {seconds / 60:.1f} minutes"
-        print(f"{profile} {session.notebook}: {words if pending else 'all recorded'}")
-        for case in pending:
+        cases = []
+        for case in session.pending():
+            head = session.notebook, case.section, str(case.parameters)
+            phases = tuple(phase for phase in case.phases if (*head, phase) not in planned)
+            planned |= {(*head, phase) for phase in phases}
+            if phases:
+                cases.append(replace(case, phases=phases))
+        session_minutes = sum(expected_seconds(session, case) for case in cases) / 60
+        minutes += session_minutes
+        words = f"{len(cases)} cases, about {session_minutes:.1f} minutes"
+        print(f"{profile} {session.notebook}: {words if cases else 'all recorded'}")
+        for case in cases:
             if plan.too_large(case.parameters, case.phases, memory_bytes(session.device)):
                 unfit[str(case.parameters["size"])] += 1
     print(f"{profile}: about {minutes:.0f} minutes")

@@ -16,7 +16,7 @@ import nbformat
 import pytest
 
 from labkit import cli, notebooks
-from labkit.configs import FIGURES, REFERENCE_DEVICE, RequestError
+from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.device import detect
 from labkit.experiments import attention, captured_step
 from labkit.lessons import open_chapter
@@ -79,7 +79,7 @@ def test_outputs_are_stored_and_none_is_an_error(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_committed_report_holds_what_the_notebook_shows(name):
-    report = (notebooks.NOTEBOOKS.parent / "report.md").read_text(encoding="utf-8")
+    report = (REPOSITORY / "report.md").read_text(encoding="utf-8")
     assert f"\n#{notebooks.read(name).cells[0].source.splitlines()[0]}\n" in report
     assert check(folder_of(FIGURES, REFERENCE_DEVICE, name))[name]
     for cell in code_cells(name):
@@ -201,7 +201,7 @@ NOT_MEASURED = "nothing has been measured on"
             "unknown parameter 'device' of 01_benchmarking; accepted: sizes,",
         ),
         (["report", "--device", "../abacus"], f"{NOT_MEASURED} '../abacus' in"),
-        (["compare", "--sessions", "--device", "a" * 5000], f"{NOT_MEASURED} '{'a' * 80}' in"),
+        (["compare", "--sessions", "a" * 5000], f"{NOT_MEASURED} '{'a' * 80}' in"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_runs(arguments, message, tmp_path, ended):
@@ -219,13 +219,13 @@ def a_record(output, device: str) -> RecordStore:
     return store
 
 
-@pytest.mark.parametrize("command", [["report"], ["compare", "--sessions"]])
+@pytest.mark.parametrize("command", [["report", "--device"], ["compare", "--sessions"]])
 def test_a_path_to_records_elsewhere_is_no_device(command, tmp_path, ended):
     for output in ("outside", "figures"):
         a_record(tmp_path / output, "cpu-x")
     outside = tmp_path / "outside" / "cpu-x"
     for device in ("../outside/cpu-x", outside):
-        code, said = ended(*command, "--device", device, "--output", tmp_path / "figures")
+        code, said = ended(*command, device, "--output", tmp_path / "figures")
         assert code == 2 and said.endswith("measured: cpu-x\n") and len(said.splitlines()) == 1
     assert [path.name for path in outside.iterdir()] == ["records"]
 

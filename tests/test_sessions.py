@@ -107,7 +107,7 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(tmp_path):
     (tmp_path / "a-gpu" / "records").mkdir(parents=True)
     store = RecordStore(tmp_path / "a-gpu" / "records" / f"{NOTEBOOK}.jsonl")
     store.append(record("s1"))
-    common = ("--sessions", "--device", "a-gpu", "--output", str(tmp_path))
+    common = ("--sessions", "a-gpu", "--output", str(tmp_path))
     assert "No commit has a row of two sessions." in compare(*common).output
     store.append(record("s2", 1.01))
     assert compare(*common, "--check", "--notebook", "01").exit_code == 0
@@ -125,9 +125,9 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "say what to compare: --sessions"),
+        ((), "say what to compare: two devices, such as"),
         (("--sessions", "--notebook", "99"), "99"),
-        (("--sessions", "--device", "no-such"), "nothing has been measured on 'no-such' in "),
+        (("--sessions", "no-such"), "nothing has been measured on 'no-such' in "),
     ],
 )
 def test_what_cannot_be_compared_is_said(arguments, text):

@@ -97,6 +97,8 @@ def _values(row: Row) -> dict[str, str]:
 
 
 class Measurement(NamedTuple):
+    """A record, and the row of it that the reports read."""
+
     record: Record
     row: Row
 
@@ -362,6 +364,7 @@ def figure(comparison: Comparison, chapter: str) -> Figure | None:
 
 
 def provenance(one: Side) -> str:
+    """Returns which software measured a device, when, and from which commit."""
     records = one.records
     parts = [
         *torch_of(records),
