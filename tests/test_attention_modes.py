@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from labkit import accounting
 from labkit.kernels import flash_attention as fa
 from labkit.kernels.flash_attention import flash_attention
-from labkit.kernels.flash_attention.plan import check_lengths
+from labkit.kernels.flash_attention.op import check_lengths
 from labkit.kernels.flash_attention.qkv import flash_attention_qkv
 from labkit.kernels.flash_attention.tiled import TiledFlashAttention
 from labkit.kernels.reference import attention_reference

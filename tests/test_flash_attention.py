@@ -21,7 +21,6 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from conftest import ALL_TESTS, more, off_boundary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,21 +31,19 @@ from labkit.kernels import flash_attention as fa
 from labkit.kernels import launch
 from labkit.kernels.flash_attention import (
     FlashAttention,
-    choice,
     flash_attention,
     op,
     resolve_impl,
+    tiles,
 )
 from labkit.kernels.flash_attention import plan as plans
 from labkit.kernels.flash_attention import triton as triton_kernels
 from labkit.kernels.flash_attention.hopper import forward, one_pass
-from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 from labkit.kernels.flash_attention.tiled import (
     TiledFlashAttention,
     tiled_attention_backward,
     tiled_attention_forward,
 )
-from labkit.kernels.flash_attention.tiles import select_tiles
 from labkit.kernels.flash_attention.triton import STATISTICS_PADDING, split_head_dim
 from labkit.kernels.reference import _repeat_heads, _scores, attention_reference
 from labkit.numerics import judge
@@ -182,12 +179,12 @@ def eager(case: Case, dtype: torch.dtype, tensors: tuple[Tensor, ...]) -> dict[s
 @contextlib.contextmanager
 def chosen(case: Case):
     """Takes a case's number of splits and its backward while it is open, in plans of its own."""
-    choices = {"forward_splits": case.num_splits, "backward_kernels": case.kernels}
+    choices = {"forward_splits": case.num_splits, "resolve_backward": case.kernels}
     forget_plans()
     with contextlib.ExitStack() as stack:
         for name, choice_made in choices.items():
             if choice_made is not None:
-                made = mock.patch.object(plans, name, lambda *_, made=choice_made: made)
+                made = mock.patch.object(plans, name, lambda *_, made=choice_made, **__: made)
                 stack.enter_context(made)
         yield
     forget_plans()
@@ -560,13 +557,14 @@ def check_operators(impl: str) -> None:
     dense = (*(x.detach().requires_grad_() for x in (q, k, v)), None, None, *options)
     cu_seqlens = cumulative((10, 8))
     packed = (*(normal(18, 2, 8) for _ in range(3)), cu_seqlens, cu_seqlens, *options)
-    forward = torch.ops.labkit.flash_attention_forward
+    forward = torch.ops.labkit.flash_attention
     for inputs, lengths in ((dense, (None, None)), (packed, (None, 12))):
         torch.library.opcheck(forward.default, (*inputs, *lengths), atol=1e-5, rtol=1e-5)
     inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in dense)
     out, lse = forward(*inputs, None, None)
     backward = torch.ops.labkit.flash_attention_backward
-    torch.library.opcheck(backward.default, (*inputs, torch.ones_like(out), out, lse))
+    saved = (torch.ones_like(out), *inputs[:5], out, lse)
+    torch.library.opcheck(backward.default, (*saved, *options))
 
 
 def test_a_launch_looks_its_kernel_up_once(monkeypatch):
@@ -618,121 +616,6 @@ def test_a_launch_looks_its_kernel_up_once(monkeypatch):
     ]
 
 
-def test_a_checked_call_leaves_the_next_to_be_checked():
-    q = torch.randn((1, 2, 4, 8))
-    flash_attention(q, q, q, scale=1.0)
-    flash_attention(q, q, q, scale=1)
-    for bad in ({"scale": True}, {"impl": ["tiled"]}, {"scale": torch.tensor(1.0)}):
-        with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
-            flash_attention(q, q, q, **bad)
-    with pytest.raises(ValueError, match="k must have the dtype of q"):
-        flash_attention(q, q.double(), q, scale=1.0)
-
-
-@pytest.fixture
-def cuda_launcher(monkeypatch):
-    """What the installed Triton launches a kernel of two tiles by, and lists of what was launched
-    and encoded.
-    """
-    from triton.backends.nvidia import driver as nvidia
-
-    launched, encoded = [], []
-
-    def encode(address, *facts):
-        encoded.append(address)
-        return (address, *map(str, facts))
-
-    utils = types.SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
-    active = types.SimpleNamespace(
-        utils=utils,
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 77,
-        allocate_default_profile_scratch=None,
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", active)
-    monkeypatch.setattr(triton.runtime.driver, "_default", active, raising=False)
-    tiles = "tensordesc<fp16[1, 1, 64, 64]>"
-    signature = dict(enumerate([tiles, "constexpr", tiles, "*fp32", "i32", "constexpr"]))
-    facts = {
-        "swizzle": 3,
-        "elem_size": 2,
-        "elem_type": 6,
-        "block_size": [1, 1, 64, 64],
-        "fp4_padded": False,
-    }
-    launcher = object.__new__(nvidia.CudaLauncher)
-    launcher.__dict__ = {
-        "launch": nvidia.wrap_handle_tensordesc(
-            lambda *x: launched.append(x), signature, [facts, facts]
-        ),
-        "num_ctas": 1,
-        "global_scratch_size": 0,
-        "global_scratch_align": 1,
-        "profile_scratch_size": 0,
-        "profile_scratch_align": 1,
-        "launch_cooperative_grid": False,
-        "launch_pdl": False,
-        "gsan_enabled": False,
-        "arg_annotations": (),
-        "kernel_signature": b"",
-    }
-    return launcher, launched, encoded
-
-
-def flat(values) -> list:
-    return [y for x in values for y in (flat(x) if isinstance(x, tuple | list) else [x])]
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_tensor_maps_are_encoded_once_for_an_address(cuda_launcher, monkeypatch, knows):
-    """What reaches the driver is what Triton hands it, by way of its own code, in the first
-    call.
-    """
-    launcher, launched, encoded = cuda_launcher
-    compiled = types.SimpleNamespace(run=launcher, function=2**40, packed_metadata=(4, 1, 0))
-
-    class Compiled(types.SimpleNamespace):
-        def __getitem__(self, grid):
-            return functools.partial(
-                launcher, *grid, 77, self.function, self.packed_metadata, None, None, None
-            )
-
-    class Kernel:
-        arg_names = ("x", "x_tail", "y", "sums", "length", "BLOCK")
-
-        def __getitem__(self, grid):
-            def look_up(*arguments, BLOCK, **_):
-                Compiled(**vars(compiled))[grid](*arguments, BLOCK)
-                return Compiled(**vars(compiled))
-
-            return look_up
-
-    monkeypatch.setattr(launch, "JITFunction", Kernel)
-    if not knows:  # a release that has its own elsewhere
-        monkeypatch.setattr(
-            hopper_tiles.inspect, "getclosurevars", lambda _: inspect.ClosureVars({}, {}, {}, set())
-        )
-    x, y, other, sums = (torch.zeros((1, 2, 70, 64), dtype=torch.float16) for _ in range(4))
-    described = hopper_tiles.with_tails([(plans.layout_of(x), 64)], 0)
-    described.append((1, hopper_tiles.tiles_of(plans.layout_of(y), 64)))
-    tile_launch = hopper_tiles.TileLaunch(
-        Kernel(), (5,), described, (70,), {"BLOCK": 64}, consumers=2
-    )
-    for pair in ((x, y), (x, y), (x, other), (y, x), (x, y)):
-        tile_launch(pair, sums)
-    same, again, with_other, turned, last = map(flat, launched)
-    assert (
-        same == again == last and len({len(launch) for launch in (same, with_other, turned)}) == 1
-    )
-    names = {tensor.data_ptr(): name for name, tensor in (("x", x), ("y", y), ("other", other))}
-    found = [
-        [names[v] for v in one if type(v) is int and v in names]
-        for one in (same, with_other, turned)
-    ]
-    assert found == [["x", "y"], ["x", "other"], ["y", "x"]]
-    assert len(encoded) == (2 + 2 + 1 + 2 if knows else 10)
-
-
 @pytest.mark.parametrize("impl", ["triton", "tiled"])
 @runs_interpreted
 def test_tensors_may_come_back_from_hooks_with_another_layout(impl):
@@ -753,7 +636,6 @@ def test_tensors_may_come_back_from_hooks_with_another_layout(impl):
 
 def forget_plans() -> None:
     plans._plan_of.cache_clear()
-    op._planned.clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -807,23 +689,20 @@ def test_what_tma_reads_starts_on_a_boundary():
 def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, passes, monkeypatch):
     batch, heads, key_heads, length, dim = shape
     q, k = (torch.empty((batch, n, length, dim), device="meta") for n in (heads, key_heads))
-    monkeypatch.setattr(choice, "num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(tiles, "num_multiprocessors", lambda _: 132)
     name = {"one": "one pass", "two": "two passes"}[passes]
     assert fa.resolve_backward(q, k, "gluon", causal=causal) == name
     assert fa.resolve_backward(q, k, "triton", causal=causal) == "triton"
-    monkeypatch.setattr(choice, "not_loading", lambda *_: "no such operation")
-    assert fa.resolve_backward(q, k, "gluon", causal=causal) == "two passes"
 
 
 def test_kernels_that_do_not_load_are_logged(monkeypatch, caplog):
     def missing(part):
         raise AttributeError("create_async_tma_reduce")
 
-    monkeypatch.setattr(choice, "hopper_kernels", missing)
+    monkeypatch.setattr(tiles, "hopper_kernels", missing)
     # The undecorated function: what the installed Triton gives stays in the cache.
-    reason = choice.not_loading.__wrapped__("one_pass", "gradients take two passes")
-    assert "AttributeError: create_async_tma_reduce" in reason
-    assert "gradients take two passes" in caplog.text
+    reason = tiles.not_loading.__wrapped__()
+    assert "AttributeError: create_async_tma_reduce" in reason and reason in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -845,13 +724,12 @@ def test_keys_are_split_where_splitting_was_seen_to_pay(
     monkeypatch.setattr(plans, "num_multiprocessors", lambda _: 132)
     *_, dim = shape
     dtype = getattr(torch, dtype)
-    layout = plans.Layout(shape, (), dtype, True).contiguous()
-    precision = "bf16x6" if dtype == torch.float32 else "ieee"
     device = torch.device("cuda", 0)
-    call = plans.Call(
-        *(layout,) * 3, device, None, 1.0, -1, 0 if causal else -1, precision, "triton", None
-    )
-    tile = select_tiles(dim, dtype, causal, 90, precision).forward
+    layout = plans.Layout(shape, (), dtype, device, True).contiguous()
+    precision = "bf16x6" if dtype == torch.float32 else "ieee"
+    right = 0 if causal else -1
+    call = plans.Call(*(layout,) * 3, None, 1.0, -1, right, precision, "triton", None)
+    tile = tiles.select_tiles(dim, dtype, 90, precision).forward
     assert fewest <= plans.forward_splits(call, tile) <= most
 
 
@@ -863,8 +741,8 @@ def test_every_head_dimension_is_cut_into_tiles_that_hold_it():
         # Never more than the next power of two.
         assert block + tail <= max(16, 2 ** math.ceil(math.log2(head_dim)))
         for capability, packed in itertools.product((80, 90), BOTH):
-            tiles = select_tiles(head_dim, torch.bfloat16, True, capability, packed=packed)
-            assert tiles.forward.block_q <= STATISTICS_PADDING
+            shipped = tiles.select_tiles(head_dim, torch.bfloat16, capability, packed=packed)
+            assert shipped.forward.block_q <= STATISTICS_PADDING
     assert [sum(split_head_dim(head_dim)) for head_dim in (64, 72, 96)] == [64, 80, 96]
 
 
@@ -876,7 +754,7 @@ def room(shape: tuple[int, int, int, int], transposed: bool) -> Tensor:
     return torch.empty(shape, dtype=torch.float16, device="cpu").transpose(1, 2)
 
 
-@pytest.mark.parametrize("head_dim", choice.SINGLE_PASS_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", tiles.SINGLE_PASS_HEAD_DIMS)
 @runs_interpreted
 def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
     """Scaled, in place and at every stride; they lie as the kernel adds them."""
@@ -925,17 +803,18 @@ def test_slices_are_the_whole(view):
         return viewed(torch.randn(shape, generator=seed) * powers)
 
     q, k, v, grad_out = (drawn(x) for x in (query_shape, key_shape, key_shape, query_shape))
-    cu_seqlens = (cumulative((7,)), cumulative((11,))) if len(query_shape) == 3 else ()
-    call = fa.plan_of(q, k, v, *cu_seqlens, precision="bf16x6").call
+    packed = len(query_shape) == 3
     for count in (3, 4):
-        layouts, cut = plans.slices_of(call, *[plans.layout_of(grad_out)][: count - 3])
+        tensors = (q, k, v, grad_out)[:count]
+        layouts = tuple(plans.layout_of(x).as_4d(packed) for x in tensors)
+        layouts, cut = plans.slices_of(layouts, packed)
         with poisoned_outputs():
-            slices = cut(*(q, k, v, grad_out)[:count])
-        for x, room, layout in zip((q, k, v, grad_out), slices, layouts, strict=False):
+            slices = cut(*tensors)
+        for x, room, layout in zip(tensors, slices, layouts, strict=True):
             rows = room.as_strided((*layout.shape[:3], layout.strides[2]), layout.strides)
             rows = rows.unflatten(-1, (3, -1))[..., : x.shape[-1]]
             assert torch.equal(rows.bfloat16().float(), rows), "a slice does not fit in bf16"
-            whole = x.transpose(0, 1).unsqueeze(0) if cu_seqlens else x
+            whole = x.transpose(0, 1).unsqueeze(0) if packed else x
             assert torch.equal(rows.double().sum(-2), whole.double())
 
 
@@ -1063,7 +942,7 @@ BAD_VALUES = {
     "impl='triton' takes q, k and v on a CUDA device; got cpu": lambda: call(impl="triton"),
     "impl='gluon' takes q, k and v of dtype torch.bfloat16": lambda: call(impl="gluon"),
     "takes head dimensions 64, 72, 80, 96, 128; got 8": lambda: call_gluon(8),
-    "on a Hopper GPU; got cpu": call_gluon,
+    "on a Hopper GPU (compute capability 9.0); got cpu": call_gluon,
     "impl='gluon' takes no window": lambda: call_gluon(window=2),
     "precision must be one of auto, ieee, tf32x3, bf16x6, tf32; got": lambda: call(
         precision="tf64"
@@ -1128,7 +1007,7 @@ LENGTHS = ((1, 1), (65, 65), (128, 384), (300, 127), (127, 300), (640, 64))
 HOPPER_CASES = [
     *(
         Case((2, 2, 2, *lengths, dim), causal=causal)
-        for dim in choice.GLUON_HEAD_DIMS
+        for dim in tiles.GLUON_HEAD_DIMS
         for lengths in LENGTHS
         for causal in BOTH
     ),
@@ -1137,7 +1016,7 @@ HOPPER_CASES = [
     Case((1, 2, 2, 400, 400, 128), causal=True, scale=1.5),
     *(
         case
-        for dim in choice.GLUON_HEAD_DIMS
+        for dim in tiles.GLUON_HEAD_DIMS
         for case in (
             # Long sequences, few enough that the hardware gives each tile to the next free
             # multiprocessor.
@@ -1157,7 +1036,7 @@ HOPPER_CASES = [
 def with_backwards(case: Case) -> list[Case]:
     """Returns a case with each of the Gluon backwards that take it."""
     _, heads, key_heads, *_, dim = case.shape
-    single = dim in choice.SINGLE_PASS_HEAD_DIMS and heads == key_heads
+    single = dim in tiles.SINGLE_PASS_HEAD_DIMS and heads == key_heads
     names = ("two passes", "one pass") if single else ("two passes",)
     return [dataclasses.replace(case, kernels=name) for name in names]
 
@@ -1183,26 +1062,10 @@ def test_heads_in_sections_are_within_the_budget(shape, fitting, monkeypatch):
     check(measure(case, "gluon", "cuda"))
 
 
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "num_keys", "expected"),
-    [
-        (64, 64, 4096, 64),  # two programs share the keys of a head
-        (128, 16, 2048, 128),  # and here eight heads do, as they are grouped
-        (128, 128, 256, 128),  # all fit
-        (256, 256, 1024, 32),  # 48 fit, and 32 is the largest divisor
-        (512, 128, 2048, 64),  # 24 key heads fit, with 4 heads each
-        (101, 101, 4096, 12),  # a prime number has no divisor
-        (128, 128, 131072, 1),  # not even one fits
-    ],
-)
-def test_sections_are_as_many_heads_as_fit(heads, key_heads, num_keys, expected):
-    assert forward._section(heads, key_heads, 4 * num_keys * 128, programs=132) == expected
-
-
 @on_hopper
 @pytest.mark.timeout(3600)  # most examples compile kernels of their own
 @settings(random_shapes, max_examples=2000)
-@given(case=cases(700, ("float16", "bfloat16"), choice.GLUON_HEAD_DIMS), which=st.integers(0, 1))
+@given(case=cases(700, ("float16", "bfloat16"), tiles.GLUON_HEAD_DIMS), which=st.integers(0, 1))
 def test_hopper_kernels_on_random_shapes(case, which):
     case = with_backwards(dataclasses.replace(case, window=None))[-which]
     check(measure(case, "gluon", "cuda"))

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from labkit.kernels.flash_attention.choice import TRITON_DTYPES, resolve_impl
 from labkit.kernels.flash_attention.op import (
     _check_packing,
     _check_tensors,
     _flops,
+    check_lengths,
     flash_attention,
 )
-from labkit.kernels.flash_attention.plan import check_lengths, plan_of
+from labkit.kernels.flash_attention.plan import plan_of
+from labkit.kernels.flash_attention.tiles import TRITON_DTYPES, resolve_impl
 from labkit.kernels.fused import autocast_dtype, operator, runs_kernel
 
 
@@ -75,7 +76,7 @@ def _backward(
         )
     else:
         plan = plan_of(q, k, v, cu_seqlens, cu_seqlens)
-        plan.backward(grad_out, q, k, v, out, lse, cu_seqlens, cu_seqlens, grads=grads)
+        plan.backward(grad_out, q, k, v, out, lse, cu_seqlens, cu_seqlens, grads=tuple(grads))
     return grad_qkv
 
 
@@ -98,12 +99,12 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 @register_flop_formula(torch.ops.labkit.flash_attention_qkv, get_raw=True)
 def _(qkv, cu_seqlens, *_, **__):
-    return _flops(4, *qkv.unbind(1), cu_seqlens, cu_seqlens, None, -1, -1)
+    return _flops(4, *qkv.unbind(1)[:2], cu_seqlens, cu_seqlens, -1, -1)
 
 
 @register_flop_formula(torch.ops.labkit.flash_attention_qkv_backward, get_raw=True)
 def _(_grad_out, qkv, _out, _lse, cu_seqlens, *_, **__):
-    return _flops(10, *qkv.unbind(1), cu_seqlens, cu_seqlens, None, -1, -1)
+    return _flops(10, *qkv.unbind(1)[:2], cu_seqlens, cu_seqlens, -1, -1)
 
 
 def flash_attention_qkv(qkv: Tensor, cu_seqlens: Tensor, longest: int | None = None) -> Tensor:
