@@ -118,7 +118,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, name: str, device: torch.device) -> No
         raise ValueError(f"{name} must be contiguous; got stride {cu_seqlens.stride(0)}")
 
 
-def _check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+def check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
     """Raises for arguments of a packed batch that do not fit together, or are given without one."""
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
@@ -256,6 +256,8 @@ def _forward(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:
+    # A kernel does not see the sign of a negated view.
+    q, k, v = (x.resolve_neg() for x in (q, k, v))
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None
     impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
@@ -298,6 +300,7 @@ def _backward(
     precision: str,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, q, k, v = (x.resolve_neg() for x in (grad_out, q, k, v))
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     impl = resolve_impl(q, impl, left=left, right=right, packed=cu_seqlens_q is not None)
     if impl != "tiled":
@@ -419,7 +422,7 @@ def flash_attention(
             for x in (q, k, v)
         )
     _check_tensors(q, k, v, packed=cu_seqlens_q is not None or cu_seqlens_k is not None)
-    _check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     left, right = _check_window(window, causal)
     scale = _check_scale(scale, q.shape[-1])
     for name, value, accepted in (("impl", impl, IMPLS), ("precision", precision, PRECISIONS)):
@@ -445,15 +448,14 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         _check_tensors(q, k, v, packed=False)
-        resolve_impl(q, "triton")
-        ctx.right = 0 if is_causal else -1
-        out, lse = plan_of(q, k, v, right=ctx.right).forward(q, k, v)
+        ctx.options = (q.shape[-1] ** -0.5, -1, 0 if is_causal else -1, "auto", "triton")
+        out, lse = _forward.run((q, k, v, None, None, *ctx.options, None, None))
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @first_order("flash_attention")
     def backward(ctx, grad_out: Tensor):
-        q, k, v, *_ = ctx.saved_tensors
-        grads = plan_of(q, k, v, right=ctx.right).backward(grad_out, *ctx.saved_tensors)
-        return *grads, None
+        q, k, v, out, lse = ctx.saved_tensors
+        arguments = (grad_out, q, k, v, None, None, out, lse, *ctx.options)
+        return *_backward.run(arguments), None

@@ -442,16 +442,14 @@ class Inputs:
         )
         self.layouts = tuple(x.as_4d(call.packed) for x in read)
 
-    def read(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def read(self, *tensors: Tensor) -> list[Tensor]:
         """Returns the tensors, or copies; `contiguous` would return a dense one off a boundary as
         it is.
         """
-        if not any(self.copied):
-            return tensors
-        return tuple(
+        return [
             x.clone(memory_format=torch.contiguous_format) if copied else x
             for x, copied in zip(tensors, self.copied, strict=True)
-        )
+        ]
 
 
 def _on_device_of(q: Tensor):
@@ -510,11 +508,6 @@ class Plan:
 
         The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch.
         """
-        if q.is_neg() or k.is_neg() or v.is_neg():
-            raise ValueError(
-                "q, k and v must not be negated views, whose sign a kernel does not see; call "
-                "resolve_neg"
-            )
         if self.launched_forward is None:
             self.launched_forward = self._plan_forward()
         inputs, out_layout, lse_shape, run = self.launched_forward
@@ -525,7 +518,7 @@ class Plan:
         return out, lse
 
     def _plan_backward(
-        self, grad_out: Layout, out: Layout, grads: tuple[Layout, ...]
+        self, grad_out: Layout, out: Layout
     ) -> tuple[Inputs, tuple[int, ...], Launch, Callable[..., None]]:
         """Returns the inputs, the shape of the row statistics, what writes these, and what writes
         the gradients.
@@ -533,7 +526,7 @@ class Plan:
         call = self.call
         inputs = Inputs(call, call.q, call.k, call.v, grad_out, out)
         *read, out = inputs.layouts
-        grads = tuple(x.as_4d(call.packed) for x in grads)
+        grads = tuple(x.dense().as_4d(call.packed) for x in call[:3])
         num_batches, num_heads, _, num_queries, _, _ = call.sizes
         # The statistics of a packed batch are one set.
         num_sets = 1 if call.packed else num_batches
@@ -559,21 +552,14 @@ class Plan:
         lse: Tensor,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
-        *,
-        grads: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of q, k and v, shaped as they are.
-
-        `grads` is where the gradients are written to, in place of room of their own.
-        """
-        grad_out = grad_out.resolve_neg()
-        if grads is None:
-            grads = tuple(x.dense().empty() for x in self.call[:3])
-        layouts = (layout_of(grad_out), layout_of(out), tuple(map(layout_of, grads)))
+        """Returns the gradients of q, k and v, shaped as they are."""
+        layouts = (layout_of(grad_out), layout_of(out))
         planned = self.launched_backward.get(layouts)
         if planned is None:
             planned = self.launched_backward[layouts] = self._plan_backward(*layouts)
         inputs, statistics_shape, write_statistics, run = planned
+        grads = tuple(x.dense().empty() for x in self.call[:3])
         statistics = torch.empty(statistics_shape, dtype=torch.float32, device=q.device)
         delta, lse_log2 = statistics.unbind()
         with _on_device_of(q):

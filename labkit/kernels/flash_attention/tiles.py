@@ -258,6 +258,10 @@ TILES = {
         96: (_two(128, 32, 8, 2), _one(32, 128, 8, 1), _one(64, 32, 4, 1)),
         128: (_one(128, 32, 8, 1), _one(32, 64, 8, 1), _one(64, 32, 8, 1)),
     },
+    ("any", "tf32"): {
+        64: (_one(64, 32, 4, 2), _one(32, 32, 8, 1), _one(64, 16, 8, 2)),
+        128: (_one(32, 32, 4, 1), _one(16, 32, 8, 1), _one(32, 16, 4, 1)),
+    },
     # Six bf16 products for one: the slices take 1.5 times the shared memory of fp32, and P and dS
     # alone are cut in registers. A tail's loads are in flight (two stages): with one it is put into
     # shared memory from registers, and triton 3.6 computes wrongly with it (seen at 72 and 80).
@@ -295,11 +299,10 @@ def select_tiles(
         packed: whether sequences are.
     """
     arithmetic = "16-bit" if dtype.itemsize == 2 else precision.removesuffix("x3")
-    rows = [("any", "16-bit" if dtype.itemsize == 2 else "fp32")]
-    if capability == 90:
-        rows.insert(0, ("hopper", arithmetic))
-    if capability == 90 and packed:
-        rows.insert(0, ("hopper, packed", arithmetic))
+    is_hopper = capability == 90
+    rows = [("hopper, packed", arithmetic)] * (is_hopper and packed)
+    rows += [("hopper", arithmetic)] * is_hopper
+    rows += [("any", arithmetic), ("any", "fp32")]
     width = sum(split_head_dim(head_dim, aligned))
     found = (tiles for row in rows for most, tiles in TILES.get(row, {}).items() if width <= most)
     return AttentionConfig(*next(found))
