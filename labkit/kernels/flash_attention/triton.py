@@ -135,7 +135,10 @@ def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _load(
     ptr,
-    stride,
+    strides,
+    batch,
+    head,
+    first_row,
     rows,
     row_mask,
     columns,
@@ -149,9 +152,10 @@ def _load(
     The slices of a row, as `attention_slices_kernel` cuts it, lie behind one another.
     """
     SLICE: tl.constexpr = slice_elements(HEAD_DIM)
+    ptr += start_of(strides, batch, head, first_row, ALIGNMENT)
     parts = ()
     for i in tl.static_range(len(columns)):
-        pointers = ptr + _offsets(rows, columns[i], stride, ALIGNMENT)
+        pointers = ptr + _offsets(rows, columns[i], strides[2], ALIGNMENT)
         inside = None if row_mask is None else row_mask[:, None]
         if MASK_COLS and i == len(columns) - 1:
             existing = (columns[i] < HEAD_DIM)[None, :]
@@ -171,7 +175,10 @@ def _load(
 @triton.jit
 def _store(
     ptr,
-    stride,
+    strides,
+    batch,
+    head,
+    first_row,
     parts,
     factor,
     rows,
@@ -182,12 +189,13 @@ def _store(
     ALIGNMENT: tl.constexpr,
 ):
     """Writes the accumulators times a factor."""
+    ptr += start_of(strides, batch, head, first_row, ALIGNMENT)
     for i in tl.static_range(len(columns)):
         inside = row_mask[:, None]
         if MASK_COLS and i == len(columns) - 1:
             inside = inside & (columns[i] < HEAD_DIM)[None, :]
         tile = (parts[i] * factor).to(ptr.dtype.element_ty)
-        tl.store(ptr + _offsets(rows, columns[i], stride, ALIGNMENT), tile, mask=inside)
+        tl.store(ptr + _offsets(rows, columns[i], strides[2], ALIGNMENT), tile, mask=inside)
 
 
 @triton.jit
@@ -457,15 +465,21 @@ def flash_attention_fwd_kernel(
     columns = _columns(BLOCK_D, TAIL_D)
     MASK_COLS: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-    result = batch + split * num_sequences
-    q_ptr += start_of(q_strides, batch, head, first_q + q_begin, ALIGNMENT)
-    k_ptr += start_of(k_strides, batch, head // group, first_k, ALIGNMENT)
-    v_ptr += start_of(v_strides, batch, head // group, first_k, ALIGNMENT)
-    out_ptr += start_of(out_strides, result, head, first_q + q_begin, ALIGNMENT)
-    lse_ptr += start_of(lse_strides, result, head, first_q + q_begin, 1)
-
+    key_head = head // group
+    row_q = first_q + q_begin
     q = _load(
-        q_ptr, q_strides[2], rows_q, mask_q, columns, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION
+        q_ptr,
+        q_strides,
+        batch,
+        head,
+        row_q,
+        rows_q,
+        mask_q,
+        columns,
+        HEAD_DIM,
+        MASK_COLS,
+        ALIGNMENT,
+        PRECISION,
     )
     acc = _zeros(BLOCK_Q, columns)
     maximum = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
@@ -502,11 +516,13 @@ def flash_attention_fwd_kernel(
             mask_k = None
             if stage != 1 and not EVEN_K:
                 mask_k = rows_k < num_keys - start
-            k_tile = k_ptr + start_of(k_strides, 0, 0, start, ALIGNMENT)
-            v_tile = v_ptr + start_of(v_strides, 0, 0, start, ALIGNMENT)
+            row_k = first_k + start
             k = _load(
-                k_tile,
-                k_strides[2],
+                k_ptr,
+                k_strides,
+                batch,
+                key_head,
+                row_k,
                 rows_k,
                 mask_k,
                 columns,
@@ -536,8 +552,11 @@ def flash_attention_fwd_kernel(
             rescale = tl.exp2(maximum - shift)
             total = total * rescale + tl.sum(p, axis=1)
             v = _load(
-                v_tile,
-                v_strides[2],
+                v_ptr,
+                v_strides,
+                batch,
+                key_head,
+                row_k,
                 rows_k,
                 mask_k,
                 columns,
@@ -552,9 +571,13 @@ def flash_attention_fwd_kernel(
 
     # A row without any key: zeros, and −inf.
     divisor = tl.where(total == 0.0, 1.0, total)
+    result = batch + split * num_sequences
     _store(
         out_ptr,
-        out_strides[2],
+        out_strides,
+        result,
+        head,
+        row_q,
         acc,
         1 / divisor[:, None],
         rows_q,
@@ -565,6 +588,7 @@ def flash_attention_fwd_kernel(
         ALIGNMENT,
     )
     lse = (maximum + tl.log2(divisor)) * 0.6931471805599453
+    lse_ptr += start_of(lse_strides, result, head, row_q, 1)
     tl.store(lse_ptr + rows_q, lse, mask=mask_q)
 
 
@@ -706,15 +730,33 @@ def flash_attention_bwd_kernel(
     MASK_COLS: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
     DTYPE: tl.constexpr = own_ptrs[0].dtype.element_ty
     own_row = first_own + own_begin
-    x_ptr = own_ptrs[0] + start_of(own_strides[0], batch, head, own_row, ALIGNMENT)
-    y_ptr = own_ptrs[1] + start_of(own_strides[1], batch, head, own_row, ALIGNMENT)
-    x_stride = own_strides[0][2]
-    y_stride = own_strides[1][2]
     own_x = _load(
-        x_ptr, x_stride, rows_own, mask_own, columns, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION
+        own_ptrs[0],
+        own_strides[0],
+        batch,
+        head,
+        own_row,
+        rows_own,
+        mask_own,
+        columns,
+        HEAD_DIM,
+        MASK_COLS,
+        ALIGNMENT,
+        PRECISION,
     )
     own_y = _load(
-        y_ptr, y_stride, rows_own, mask_own, columns, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION
+        own_ptrs[1],
+        own_strides[1],
+        batch,
+        head,
+        own_row,
+        rows_own,
+        mask_own,
+        columns,
+        HEAD_DIM,
+        MASK_COLS,
+        ALIGNMENT,
+        PRECISION,
     )
     grad_x = _zeros(OWN_BLOCK, columns)
     grad_y = _zeros(OWN_BLOCK, columns)
@@ -738,16 +780,8 @@ def flash_attention_bwd_kernel(
         not OF_KEYS,
         UNMASKED_LOOP,
     )
-    x_stride = other_strides[0][2]
-    y_stride = other_strides[1][2]
     for member in range(group if OF_KEYS else 1):
         other_head = head * group + member if OF_KEYS else head // group
-        x_ptr = other_ptrs[0] + start_of(
-            other_strides[0], batch, other_head, first_other, ALIGNMENT
-        )
-        y_ptr = other_ptrs[1] + start_of(
-            other_strides[1], batch, other_head, first_other, ALIGNMENT
-        )
         if OF_KEYS:
             statistics = start_of(statistics_strides, batch, other_head, row, 1)
         # Queries beyond the last are loaded as zeros and have a log-sum-exp of +∞, so that they add
@@ -760,11 +794,13 @@ def flash_attention_bwd_kernel(
                 mask = None
                 if not EVEN and (OF_KEYS or stage != 1):
                     mask = rows_other < num_other - start
-                x_tile = x_ptr + start_of(other_strides[0], 0, 0, start, ALIGNMENT)
-                y_tile = y_ptr + start_of(other_strides[1], 0, 0, start, ALIGNMENT)
+                other_row = first_other + start
                 x = _load(
-                    x_tile,
-                    x_stride,
+                    other_ptrs[0],
+                    other_strides[0],
+                    batch,
+                    other_head,
+                    other_row,
                     rows_other,
                     mask,
                     columns,
@@ -774,8 +810,11 @@ def flash_attention_bwd_kernel(
                     PRECISION,
                 )
                 y = _load(
-                    y_tile,
-                    y_stride,
+                    other_ptrs[1],
+                    other_strides[1],
+                    batch,
+                    other_head,
+                    other_row,
                     rows_other,
                     mask,
                     columns,
@@ -810,10 +849,12 @@ def flash_attention_bwd_kernel(
                 grad_scores = _operand(p * grad_p, DTYPE, PRECISION)
                 grad_x = _accumulate(grad_scores, x, grad_x, PRECISION)
 
-    x_ptr = grad_ptrs[0] + start_of(grad_strides[0], batch, head, own_row, ALIGNMENT)
     _store(
-        x_ptr,
-        grad_strides[0][2],
+        grad_ptrs[0],
+        grad_strides[0],
+        batch,
+        head,
+        own_row,
         grad_x,
         scale,
         rows_own,
@@ -824,10 +865,12 @@ def flash_attention_bwd_kernel(
         ALIGNMENT,
     )
     if OF_KEYS:
-        y_ptr = grad_ptrs[1] + start_of(grad_strides[1], batch, head, own_row, ALIGNMENT)
         _store(
-            y_ptr,
-            grad_strides[1][2],
+            grad_ptrs[1],
+            grad_strides[1],
+            batch,
+            head,
+            own_row,
             grad_y,
             1.0,
             rows_own,
