@@ -92,6 +92,10 @@ def compile_plan(
         get_current_device=lambda: capability,
         get_current_stream=lambda _: 0,
     )
+
+    def on_meta(x: plan.Layout) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+
     device = torch.device("cuda", 0)
     with (
         mock.patch.object(triton.runtime.driver, "_active", target),
@@ -99,7 +103,7 @@ def compile_plan(
         mock.patch.object(plan, "capability_of", lambda _: capability),
         mock.patch.object(tiles, "capability_of", lambda _: capability),
         mock.patch.object(plan, "forward_splits", lambda *_: num_splits),
-        mock.patch.object(plan.Layout, "empty", lambda x: torch.empty(x.shape, device="meta")),
+        mock.patch.object(plan.Layout, "empty", on_meta),
     ):
         layouts = (plan.layout_of(x)._replace(device=device) for x in (q, k, v))
         lengths = tuple(map(plan.layout_of, cu_seqlens)) or None

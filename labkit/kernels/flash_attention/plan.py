@@ -473,28 +473,20 @@ class Plan:
             right=-1 if call.right >= num_queries else call.right,
             precision=resolve_precision(call.q, call.precision, packed=call.packed),
         )
-        self.launched_forward: tuple | None = None
         self.launched_backward: dict[tuple, tuple] = {}
+        self.inputs = Inputs(self.call, call.q, call.k, call.v)
+        self.out = call.q.dense()
+        out = self.out.as_4d(call.packed)
+        self.lse_shape = out.shape[1:3] if call.packed else self.out.shape[:-1]
+        if call.impl == "gluon":
+            self.write_outputs = self._gluon("forward", *self.inputs.layouts, out)
+        else:
+            self.write_outputs = _triton_forward(self.call, self.inputs.layouts, out)
 
     def _gluon(self, kernels: str, *arguments) -> Callable[..., None]:
         call = self.call
         options = {"scale": call.scale, "causal": call.right == 0}
         return hopper_kernels(kernels).plan(*arguments, call.q.device.index, **options)
-
-    def _plan_forward(self) -> tuple[Inputs, Layout, tuple[int, ...], Callable[..., None]]:
-        """Returns the inputs, the layout of the output, the shape of the log-sum-exp, and what
-        writes both.
-        """
-        call = self.call
-        inputs = Inputs(call, call.q, call.k, call.v)
-        out = call.q.dense()
-        out_4d = out.as_4d(call.packed)
-        lse_shape = out_4d.shape[1:3] if call.packed else out.shape[:-1]
-        if call.impl == "gluon":
-            run = self._gluon("forward", *inputs.layouts, out_4d)
-        else:
-            run = _triton_forward(call, inputs.layouts, out_4d)
-        return inputs, out, lse_shape, run
 
     def forward(
         self,
@@ -508,13 +500,11 @@ class Plan:
 
         The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch.
         """
-        if self.launched_forward is None:
-            self.launched_forward = self._plan_forward()
-        inputs, out_layout, lse_shape, run = self.launched_forward
-        out = out_layout.empty()
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        out = self.out.empty()
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
         with _on_device_of(q):
-            run(inputs.read(q, k, v), out, lse, (cu_seqlens_q, cu_seqlens_k))
+            read = self.inputs.read(q, k, v)
+            self.write_outputs(read, out, lse, (cu_seqlens_q, cu_seqlens_k))
         return out, lse
 
     def _plan_backward(
@@ -554,10 +544,11 @@ class Plan:
         cu_seqlens_k: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of q, k and v, shaped as they are."""
-        layouts = (layout_of(grad_out), layout_of(out))
-        planned = self.launched_backward.get(layouts)
+        # A kernel also depends on whether the log-sum-exp starts on a boundary.
+        key = (layout_of(grad_out), layout_of(out), layout_of(lse))
+        planned = self.launched_backward.get(key)
         if planned is None:
-            planned = self.launched_backward[layouts] = self._plan_backward(*layouts)
+            planned = self.launched_backward[key] = self._plan_backward(*key[:2])
         inputs, statistics_shape, write_statistics, run = planned
         grads = tuple(x.dense().empty() for x in self.call[:3])
         statistics = torch.empty(statistics_shape, dtype=torch.float32, device=q.device)

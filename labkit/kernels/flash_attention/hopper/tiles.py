@@ -2,7 +2,7 @@
 registers of their warps.
 
 Gluon is experimental and its interface moves between releases of Triton: the names that moved are
-settled here, and `not_loading` of choice.py says whether the kernels load with the installed
+settled here, and `not_loading` of ../tiles.py says whether the kernels load with the installed
 one.
 """
 
