@@ -39,6 +39,7 @@ from labkit.kernels.flash_attention import (
 from labkit.kernels.flash_attention import plan as plans
 from labkit.kernels.flash_attention import triton as triton_kernels
 from labkit.kernels.flash_attention.hopper import forward, one_pass
+from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 from labkit.kernels.flash_attention.tiled import (
     TiledFlashAttention,
     tiled_attention_backward,

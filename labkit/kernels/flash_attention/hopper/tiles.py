@@ -358,7 +358,7 @@ def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
     """
     if x_BHSD is None:
         return None, None
-    shape, strides, dtype, _ = x_BHSD
+    shape, strides, dtype, *_ = x_BHSD
 
     def described(num_columns: int) -> TensorDescriptor:
         block = (1, 1, num_rows, num_columns)
