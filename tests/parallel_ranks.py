@@ -136,14 +136,14 @@ def full(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def assert_same(model: nn.Module, expected: nn.Module, bound: float, what, least=0) -> None:
-    """Asserts that no parameter of a wrapper differs by more than `bound` of the largest value, or
-    of `least`; 0: bit for bit.
+def assert_same(model: nn.Module, expected: nn.Module, bound: float, what) -> None:
+    """Asserts that no parameter of a wrapper differs by more than `bound` of the largest value; 0:
+    bit for bit.
     """
     values = dict(model.module.named_parameters(remove_duplicate=False))
     wanted = expected.named_parameters(remove_duplicate=False)
     for (name, value), (_, p) in zip(values.items(), wanted, strict=True):
-        assert (full(value) - p).abs().max() <= bound * p.abs().max().clamp(min=least), (what, name)
+        assert (full(value) - p).abs().max() <= bound * p.abs().max(), (what, name)
 
 
 def check_every_wrapper_trains_as_one_process():
@@ -195,40 +195,17 @@ def check_what_is_frozen_or_unfrozen_after_wrapping_trains_as_in_one_process():
         assert_same(model, expected, 2e-6, (name, unfreezes))
 
 
-def clipped(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return [rank_step(model, optimizer, seed, clip=0.05) for seed in range(3)]
-
-
-def scaled(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(model(rows(dist.get_rank())).square().mean()).backward()
-    if isinstance(model, FullyShardedDataParallel):
-        model.finish_gradient_synchronization()
-    if dist.get_rank() == 0:
-        next(p for p in model.parameters() if p.ndim > 1).grad.to_local()[0] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale()
-
-
-def check_clipping_and_scaling_do_what_they_do_under_fully_shard():
+def check_a_clipped_gradient_has_the_norm_that_it_has_under_fully_shard():
     from torch.distributed.fsdp import fully_shard
 
     if dist.get_world_size() > 2:
         return  # which round their sums in other orders
-    for train in (clipped, scaled):
-        results, states = [], []
-        for wrap in (FullyShardedDataParallel, fully_shard):
-            model = wrap(made(Net))
-            results.append(train(model))
-            state = model.state_dict().items()
-            states.append({name.removeprefix("module."): full(x) for name, x in state})
-        assert results[0] == results[1], (train, results)
-        assert states[0].keys() == states[1].keys(), train
-        assert all(torch.equal(states[0][name], x) for name, x in states[1].items()), train
-        assert train is not scaled or results[0] == 4
+    norms = []
+    for wrap in (FullyShardedDataParallel, fully_shard):
+        model = wrap(made(Net))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        norms.append([rank_step(model, optimizer, seed, clip=0.05) for seed in range(3)])
+    assert norms[0] == norms[1]
 
 
 def check_buffers_are_rank_0s_as_in_torchs_wrapper():
@@ -250,15 +227,6 @@ def check_buffers_are_rank_0s_as_in_torchs_wrapper():
         assert torch.equal(*means), name
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.scale = nn.LSTM(4, 4, 2, batch_first=True), nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.lstm(x)[0] * self.scale
-
-
 class Readout(nn.Module):
     """Computes with its embedding's table outside of it."""
 
@@ -270,35 +238,6 @@ class Readout(nn.Module):
         return x @ self.table.weight.T
 
 
-def repeated():
-    return nn.Sequential(*[nn.Linear(4, 4)] * 3)
-
-
-def encoder():
-    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-
-
-def check_modules_that_share_or_remember_parameters_train_fully_sharded():
-    for kind, units, dtype, bound in (
-        (Recurrent, (), None, 2e-6),
-        (repeated, (), None, 2e-6),
-        (Readout, (Readout,), None, 2e-6),
-        (encoder, (nn.TransformerEncoderLayer,), torch.bfloat16, 2e-3),
-    ):
-        expected = made(kind)
-        model = FullyShardedDataParallel(made(kind), dtype, units=units)
-        x = rows(0).view(2, 3, 4)
-        for _ in range(2):
-            for one in (expected, model):
-                optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-                optimizer.zero_grad()
-                one(x).float().square().mean().backward()
-                if one is model:
-                    model.finish_gradient_synchronization()
-                optimizer.step()
-        assert_same(model, expected, bound, (kind, dtype), least=1 if dtype else 0)
-
-
 def twice(model):
     for _ in range(2):
         model(rows(0)).sum().backward()
@@ -307,11 +246,6 @@ def twice(model):
 def replaced(model):
     model.module[0].weight = nn.Parameter(torch.ones(4, 4))
     model(rows(0))
-
-
-def converted(model):
-    model.double()
-    model(rows(0).double())
 
 
 def penalised(model):
@@ -327,39 +261,31 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
         (
             (twice, RuntimeError, r"^a second backward before finish_.*; accepted: one"),
             (replaced, RuntimeError, "wrapping, 0.weight was added, replaced or moved"),
-            (converted, RuntimeError, "0.weight was added, replaced or moved"),
             (copy.deepcopy, TypeError, r"Parallel cannot be copied or pickled; accepted: its"),
         ),
     ):
         with pytest.raises(kind, match=message):
             misuse(wrapper(linear()))
     sharded = FullyShardedDataParallel
-    for kind, x in ((encoder, rows(0)[None]), (Readout, rows(0))):
-        with pytest.raises(RuntimeError) as caught:
-            sharded(kind())(x)
-        assert "units=(the class" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError) as caught:
+        sharded(Readout())(rows(0))
+    assert "units=(the class" in caught.value.__notes__[0]
     with pytest.raises(RuntimeError, match=r"0.weight has a gradient of this rank alone.*accepted"):
         penalised(sharded(linear()))
 
 
 def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
-    linear, sharded, rank = nn.Linear(2, 2), FullyShardedDataParallel, dist.get_rank()
-    two_devices = nn.Sequential(linear, nn.Linear(2, 2, device="meta"))
+    linear, rank = nn.Linear(2, 2), dist.get_rank()
     sparse = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
-    timed = collectives.time_collective
     for call, message in (
         (lambda: BucketedDataParallel(linear, 0), "bucket_size_mb is 0; accepted"),
         (lambda: BucketedDataParallel(linear, 1, "copy"), "'copy'; accepted with gloo: coll"),
-        (lambda: sharded(nn.ReLU()), "ReLU has no parameters"),
-        (lambda: FlatDataParallel(two_devices), "on cpu, meta; accepted: one device"),
         (lambda: FlatDataParallel(sparse), "^0 makes sparse gradients; accepted: sparse=False"),
         (
             lambda: OverlappedDataParallel(nn.Linear(2 + rank, 2)),
             r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",
         ),
-        (lambda: timed("all_ruduce", 1000), "'all_ruduce'; accepted: all_reduce"),
-        (lambda: timed("all_reduce", 3), "3 bytes of torch.float32; accepted"),
-        (lambda: timed("all_reduce", 1000, transport="ctas_4"), "'ctas_4' with gloo; accepted"),
+        (lambda: collectives.time_collective("all_ruduce", 1000), "accepted: all_reduce"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -400,8 +326,6 @@ def transformer(seed: int, variant: str = "plain") -> TransformerLM:
     model = TransformerLM(TOY, max_context=8)
     for i, block in enumerate(model.blocks):
         if variant == "compiled":
-            block = torch.compile(block, backend="aot_eager")
-        if variant == "compiled in place":
             block.compile(backend="aot_eager")
         model.blocks[i] = Checkpointed(block) if variant == "checkpointed" else block
     return model
@@ -413,7 +337,7 @@ def lm_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def check_a_fully_sharded_transformer_trains_as_in_one_process():
     rank, number = dist.get_rank(), dist.get_world_size()
-    for variant in ("plain", "units", "checkpointed", "bf16", "compiled", "compiled in place"):
+    for variant in ("plain", "units", "checkpointed", "bf16", "compiled"):
         expected = transformer(0)
         units = (Block,) if variant == "units" else ()
         dtype = torch.bfloat16 if variant == "bf16" else None

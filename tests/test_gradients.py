@@ -26,8 +26,7 @@ REFUSED = re.compile(
 )
 DTYPES = {"kernel": torch.float32, "plain": torch.float64}
 # Operations made of others that are tested alone.
-SLOW = ("gelu_mlp of a norm", "layer_norm of a sum", "rms_norm of a sum", "FlashAttention")
-SLOW += ("flash_attention_qkv",)
+SLOW = ("gelu_mlp of a norm", "layer_norm of a sum", "rms_norm of a sum")
 QUICK_KERNELS = [name for name in cases("kernel") if ALL_TESTS or name not in SLOW]
 
 
