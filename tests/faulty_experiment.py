@@ -122,7 +122,6 @@ CLAIMS: dict[str, dict] = {
 }
 
 CPU_WAITS = {
-    "quiet": (0.0,),
     "busy_once": (0.5, 0.0),
     "busy": (0.5, 0.2, 0.4),
     "busy_then_exit": (0.5,),

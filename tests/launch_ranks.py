@@ -5,7 +5,6 @@ instants.
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -58,17 +57,6 @@ def start_child():
     """
     for apart in (True, False):
         yield subprocess.Popen(["sleep", "600"], start_new_session=apart).pid
-
-
-class Unknown:
-    """Of a module that the caller cannot import."""
-
-
-def unknown_class():
-    sys.modules["only_in_the_ranks"] = sys.modules[__name__]
-    Unknown.__module__ = "only_in_the_ranks"
-    yield 1
-    yield Unknown()
 
 
 def kill_guard():

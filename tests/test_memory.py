@@ -2,7 +2,6 @@
 files.
 """
 
-import math
 import os
 import pickle
 import random
@@ -14,7 +13,7 @@ from chapters import CPU
 from torch import nn
 
 from labkit import accounting
-from labkit.configs import FIGURES, MEMORY, ModelConfig, model_config
+from labkit.configs import FIGURES, ModelConfig, model_config
 from labkit.experiments import memory as experiment
 from labkit.experiments import step as steps
 from labkit.measure.memory import (
@@ -54,20 +53,7 @@ def test_a_history_adds_up_and_its_phases_lie_between_marks():
     assert history.totals().tolist() == [1000, 1100, 1150, 1050, 1080]
     assert (history.peak_bytes, history.peak_position) == (1150, 1)
     assert [a.num_bytes for a in history.allocations if a.is_alive(1)] == [1000, 100, 50]
-    assert Allocation(10, 100, 0, 2, "a") in history.allocations
     assert history.phases() == [("one", 1, 3), ("two", 3, 4)]
-
-
-@pytest.mark.parametrize(
-    ("events", "message"),
-    [
-        ([(1, 8, ""), (1, 8, "")], "event 1 allocates 8 bytes at 0x1, where 8 are in use"),
-        ([(1, -8, "")], "event 0 frees 8 bytes at 0x1, where 0 are in use"),
-    ],
-)
-def test_events_that_contradict_one_another_are_refused(events, message):
-    with pytest.raises(SnapshotError, match=message):
-        pair_events(events, {})
 
 
 def test_a_thinned_series_keeps_the_peak_and_adds_up():
@@ -92,8 +78,6 @@ def test_usage_is_the_peak_and_what_stays():
     assert (usage.peak_bytes, usage.kept_bytes) == (1300, 400)
     freed = measure_usage(usage.result.clear, "cpu")
     assert (freed.peak_bytes, freed.kept_bytes) == (0, -400)
-    with pytest.raises(ValueError, match="device 'abacus' cannot be recorded; accepted: cuda, cpu"):
-        measure_usage(work, "abacus")
 
 
 class Small(nn.Module):
@@ -201,18 +185,10 @@ def workload(monkeypatch):
     """Returns a function that makes a workload of a shape."""
     monkeypatch.setattr(steps, "model_config", lambda name: SHAPES[name][0])
 
-    def make(shape, precision="fp32", attention="eager", plan="none"):
+    def make(shape, plan="none"):
         _, batch, context = SHAPES[shape]
-        parameters = {
-            "size": shape,
-            "context": context,
-            "batch": batch,
-            "precision": precision,
-            "compile": "none",
-            "attention": attention,
-            "plan": plan,
-        }
-        return steps.Step(CPU, parameters)
+        parameters = steps.step_parameters(shape, context, "fp32")
+        return steps.Step(CPU, parameters | {"batch": batch, "plan": plan})
 
     return make
 
@@ -227,30 +203,11 @@ def peak_bytes(workload, phase: str) -> int:
 
 
 @pytest.mark.parametrize("phase", ["inference", "forward", "train_step"])
-@pytest.mark.parametrize(
-    ("shape", "precision", "device_kind"),
-    # bf16 where the scores weigh most: a CPU without bf16 of its own has scratch space in large
-    # products.
-    [
-        ("scores", "fp32", "cpu"),
-        ("feed-forward", "fp32", "cpu"),
-        ("logits", "fp32", "cpu"),
-        ("scores", "bf16", "cuda"),
-    ],
-)
-def test_peaks_are_predicted_to_the_byte(
-    workload, monkeypatch, shape, precision, device_kind, phase
-):
-    if device_kind == "cuda":  # where autocast computes softmax in fp32
-        softmax = torch.softmax
-        monkeypatch.setattr(torch, "softmax", lambda x, dim: softmax(x.float(), dim=dim))
-    config, batch, context = SHAPES[shape]
-    known = {"precision": precision, "attention": "eager", "device_kind": device_kind}
-    predicted = max(accounting.peak_moments(config, batch, context, phase, **known).values())
-    measured = peak_bytes(workload(shape, precision), phase)
-    if (phase, device_kind) == ("train_step", "cuda"):
-        measured += 4 * batch * config.num_heads * context**2  # one matrix of scores more
-    assert 0 <= measured - predicted < SCALARS
+@pytest.mark.parametrize("shape", ["scores", "feed-forward", "logits"])
+def test_peaks_are_predicted_to_the_byte(workload, shape, phase):
+    known = {"precision": "fp32", "attention": "eager", "device_kind": "cpu"}
+    predicted = max(accounting.peak_moments(*SHAPES[shape], phase, **known).values())
+    assert 0 <= peak_bytes(workload(shape), phase) - predicted < SCALARS
 
 
 def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
@@ -305,22 +262,13 @@ def test_a_gradient_that_recomputing_changes_gives_no_time(workload, monkeypatch
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0", "unknown plan '0'"),
         ("2/4", "unknown plan '2/4'"),
-        ("all", "unknown plan 'all'; accepted: 'none'"),
         ("9", "plan '9' groups 9 blocks; the model has 8"),
     ],
 )
 def test_a_plan_that_is_none_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         accounting.checkpoint_plan(text, 8)
-
-
-def test_every_plan_of_the_grids_can_be_run():
-    for grid in MEMORY.values():
-        for plans in grid.checkpoint_plans.values():
-            for plan in plans:
-                accounting.checkpoint_plan(plan, model_config(grid.checkpointed[0]).num_layers)
 
 
 class Payload:
@@ -361,11 +309,10 @@ def test_nothing_in_a_hostile_file_runs(tmp_path):
     assert canary.exists(), "the files are not hostile at all"
 
 
-def snapshot(*events, segments=(), num_devices=1) -> bytes:
-    """Returns a snapshot with these (action, address, bytes) of the first device."""
+def snapshot(*events, segments=()) -> bytes:
+    """Returns a snapshot with these (action, address, bytes)."""
     trace = [dict(zip(("action", "addr", "size"), event, strict=True)) for event in events]
-    traces = [trace] + [[]] * (num_devices - 1)
-    return pickle.dumps({"segments": [*segments], "device_traces": traces})
+    return pickle.dumps({"segments": [*segments], "device_traces": [trace]})
 
 
 @pytest.mark.parametrize(
@@ -375,7 +322,6 @@ def snapshot(*events, segments=(), num_devices=1) -> bytes:
         (b"hello", "not an allocator snapshot"),
         # What does not add up.
         (snapshot(("alloc", 1, 2**80)), "size is 12"),
-        (snapshot(("alloc", 1, math.nan)), "'float' object"),
         (snapshot(("alloc", 1, 2), ("alloc", 1, 2)), "where 2 are in use"),
         # Small files that claim much.
         (b"\x80\x05\x8e" + struct.pack("<Q", 2**60) + b"x.", "not an allocator snapshot"),
@@ -398,11 +344,3 @@ def test_what_was_in_use_before_a_trace_is_told_from_its_end(tmp_path):
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(snapshot(*trace, segments=segments))
     assert read_history(path).totals().tolist() == [1400, 1000, 1050, 1000]
-
-
-def test_without_a_trace_the_device_with_most_in_use_counts(tmp_path):
-    segments = [{"device": device, "address": 0, "blocks": [USED] * device} for device in (0, 2, 1)]
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(snapshot(segments=segments, num_devices=3))
-    history = read_history(path)
-    assert history.peak_bytes == 2000 and history.num_events == 0

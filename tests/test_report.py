@@ -97,19 +97,6 @@ def test_a_busy_machine_and_a_failure_are_said_in_the_table_and_by_the_fact(fold
     assert "oom" in table and fact.missing
 
 
-def test_without_records_every_form_says_so(tmp_path):
-    empty = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path))
-    frame = empty.records("steps")
-    assert "not measured on abacus" in empty.table(card.ladder_table, frame, caption="Times").data
-    assert "Not measured" in empty.say(compare(frame, {"a": 1}, {"a": 2}), "x").data
-    assert (
-        "not measured on abacus"
-        in empty.figure(card.ladder_figure, frame, name="a", caption="Times").data
-    )
-    assert "Not measured on abacus" in empty.more().data
-    assert "labkit run 01" in empty.source().data
-
-
 def test_a_table_larger_than_a_page_takes_is_refused_and_is_a_csv(folder):
     steps = chapter(folder).records("steps")
     with pytest.raises(ValueError, match=r"'All' has 264 × 2 cells; accepted: 8 × 7"):
@@ -283,15 +270,3 @@ def test_text_of_records_and_environments_stays_text(tmp_path):
     for table in path.parent.glob("tables/*.csv"):
         cells = pd.read_csv(table, dtype=str, keep_default_na=False).to_numpy().flatten().tolist()
         assert not [cell for cell in cells if re.match(r"[=@]|[+-](?![\d.])|[+-].*[a-z]", cell)]
-
-
-def test_markdown_cells_hold_neither_columns_nor_tags():
-    frame = pd.DataFrame(
-        {"kernel|name": ["`void f<a|b>`", "<script>"], "ms": ["1.0", "oom"], "note": ["", "a"]}
-    )
-    assert tables.to_markdown(frame).splitlines() == [
-        "| kernel\\|name | ms | note |",
-        "|---|---:|---:|",
-        "| `void f<a\\|b>` | 1.0 | |",
-        "| &lt;script> | oom | a |",
-    ]
