@@ -77,6 +77,14 @@ def move_temporary_files() -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
+def shared_file(name: str) -> Path | None:
+    """Returns a file that this process shares with what it started and what started it, and that
+    goes with them; None before `move_temporary_files`.
+    """
+    folder = Path(tempfile.gettempdir())
+    return folder / f"{name}.shared" if folder.name.startswith("labkit-") else None
+
+
 def end_with(parent: int) -> None:
     """Has this process killed as soon as `parent`, which started it, has ended. Linux only."""
     if sys.platform == "linux":

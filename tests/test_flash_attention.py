@@ -21,7 +21,6 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from conftest import ALL_TESTS, more, off_boundary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -629,108 +628,28 @@ def test_a_checked_call_leaves_the_next_to_be_checked():
         flash_attention(q, q.double(), q, scale=1.0)
 
 
-@pytest.fixture
-def cuda_launcher(monkeypatch):
-    """What the installed Triton launches a kernel of two tiles by, and lists of what was launched
-    and encoded.
-    """
-    from triton.backends.nvidia import driver as nvidia
-
-    launched, encoded = [], []
-
-    def encode(address, *facts):
-        encoded.append(address)
-        return (address, *map(str, facts))
-
-    utils = types.SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
-    active = types.SimpleNamespace(
-        utils=utils,
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 77,
-        allocate_default_profile_scratch=None,
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", active)
-    monkeypatch.setattr(triton.runtime.driver, "_default", active, raising=False)
-    tiles = "tensordesc<fp16[1, 1, 64, 64]>"
-    signature = dict(enumerate([tiles, "constexpr", tiles, "*fp32", "i32", "constexpr"]))
-    facts = {
-        "swizzle": 3,
-        "elem_size": 2,
-        "elem_type": 6,
-        "block_size": [1, 1, 64, 64],
-        "fp4_padded": False,
-    }
-    launcher = object.__new__(nvidia.CudaLauncher)
-    launcher.__dict__ = {
-        "launch": nvidia.wrap_handle_tensordesc(
-            lambda *x: launched.append(x), signature, [facts, facts]
-        ),
-        "num_ctas": 1,
-        "global_scratch_size": 0,
-        "global_scratch_align": 1,
-        "profile_scratch_size": 0,
-        "profile_scratch_align": 1,
-        "launch_cooperative_grid": False,
-        "launch_pdl": False,
-        "gsan_enabled": False,
-        "arg_annotations": (),
-        "kernel_signature": b"",
-    }
-    return launcher, launched, encoded
-
-
-def flat(values) -> list:
-    return [y for x in values for y in (flat(x) if isinstance(x, tuple | list) else [x])]
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_tensor_maps_are_encoded_once_for_an_address(cuda_launcher, monkeypatch, knows):
-    """What reaches the driver is what Triton hands it, by way of its own code, in the first
-    call.
-    """
-    launcher, launched, encoded = cuda_launcher
-    compiled = types.SimpleNamespace(run=launcher, function=2**40, packed_metadata=(4, 1, 0))
-
-    class Compiled(types.SimpleNamespace):
-        def __getitem__(self, grid):
-            return functools.partial(
-                launcher, *grid, 77, self.function, self.packed_metadata, None, None, None
-            )
+def test_tiles_are_those_of_the_tensors_of_a_call():
+    launched = []
 
     class Kernel:
-        arg_names = ("x", "x_tail", "y", "sums", "length", "BLOCK")
+        arg_names = ("x", "x_tail", "y", "y_tail", "length", "BLOCK")
 
         def __getitem__(self, grid):
-            def look_up(*arguments, BLOCK, **_):
-                Compiled(**vars(compiled))[grid](*arguments, BLOCK)
-                return Compiled(**vars(compiled))
+            return lambda *arguments, **_: launched.append(arguments)
 
-            return look_up
-
-    monkeypatch.setattr(launch, "JITFunction", Kernel)
-    if not knows:  # a release that has its own elsewhere
-        monkeypatch.setattr(
-            hopper_tiles.inspect, "getclosurevars", lambda _: inspect.ClosureVars({}, {}, {}, set())
-        )
-    x, y, other, sums = (torch.zeros((1, 2, 70, 64), dtype=torch.float16) for _ in range(4))
-    described = hopper_tiles.with_tails([(plans.layout_of(x), 64)], 0)
-    described.append((1, hopper_tiles.tiles_of(plans.layout_of(y), 64)))
-    tile_launch = hopper_tiles.TileLaunch(
-        Kernel(), (5,), described, (70,), {"BLOCK": 64}, consumers=2
-    )
-    for pair in ((x, y), (x, y), (x, other), (y, x), (x, y)):
-        tile_launch(pair, sums)
-    same, again, with_other, turned, last = map(flat, launched)
-    assert (
-        same == again == last and len({len(launch) for launch in (same, with_other, turned)}) == 1
-    )
-    names = {tensor.data_ptr(): name for name, tensor in (("x", x), ("y", y), ("other", other))}
-    found = [
-        [names[v] for v in one if type(v) is int and v in names]
-        for one in (same, with_other, turned)
+    x, y, other = (torch.zeros((1, 2, 70, 72), dtype=torch.float16) for _ in range(3))
+    described = [hopper_tiles.tiles_of(plans.layout_of(z), 64, 16) for z in (x, y)]
+    run = hopper_tiles.tile_launch(Kernel(), (5,), described, (70,), {"BLOCK": 64}, consumers=2)
+    run((x, y))
+    run((y, other))
+    assert [
+        [tiles.base is z for tiles, z in zip(launch, order, strict=False)]
+        for launch, order in zip(launched, [(x, x, y, y), (y, y, other, other)], strict=True)
+    ] == [[True] * 4] * 2
+    assert [list(tiles.block_shape) for tiles in launched[0][:2]] == [
+        [1, 1, 64, 64],
+        [1, 1, 64, 16],
     ]
-    assert found == [["x", "y"], ["x", "other"], ["y", "x"]]
-    assert len(encoded) == (2 + 2 + 1 + 2 if knows else 10)
 
 
 @pytest.mark.parametrize("impl", ["triton", "tiled"])

@@ -281,21 +281,19 @@ def compile_gluon(function, dtype, constants, consumers, *, inner, rows):
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in ("lse_desc", "delta_desc"):
-            return f"tensordesc<fp32[{rows}],{hopper_tiles.row_layout()!r}>"
+        if name in ("lse_desc", "delta_desc") or (
+            name in ("lse", "delta") and constants["OWN_KEYS"]
+        ):
+            return f"tensordesc<fp32[{rows}],{hopper_tiles.fp32_layout(1)!r}>"
         if name == "dq_accum_desc":
-            return f"tensordesc<fp32[16, 256],{one_pass._dq_accum_layout()!r}>"
+            return f"tensordesc<fp32[16, 256],{hopper_tiles.fp32_layout(2)!r}>"
         if name.endswith("_desc"):
             is_tail = name.endswith("_tail_desc")
-            layout = (
-                hopper_tiles.tail_layout(constants["TAIL"])
-                if is_tail
-                else hopper_tiles.tile_layout()
-            )
             num_rows = rows if name.replace("_tail", "") in inner else hopper_tiles.ROWS
-            block = [1, 1, num_rows, constants["TAIL" if is_tail else "D"]]
-            return f"tensordesc<{dtype}{block},{layout!r}>"
-        if name.endswith("_ptr"):
+            num_columns = constants["TAIL" if is_tail else "D"]
+            layout = hopper_tiles.tile_layout(num_columns)
+            return f"tensordesc<{dtype}{[1, 1, num_rows, num_columns]},{layout!r}>"
+        if name.endswith("_ptr") or name in ("lse", "delta"):
             return "*i32" if name in ("dq_semaphore_ptr", "tile_counter_ptr") else "*fp32"
         return "fp32" if name.startswith("scale") else "i32"
 
@@ -320,19 +318,16 @@ def compile_single(head_dim, dtype, *, causal, even):
 # Every release of Triton since 3.6 loads and compiles these: a test of the one that is installed.
 HOPPER_KERNELS = {
     "forward": (forward.hopper_fwd_kernel, ("k_desc", "v_desc")),
-    "dkdv": (two_passes.hopper_bwd_dkdv_kernel, ("q_desc", "grad_out_desc")),
-    "dq": (two_passes.hopper_bwd_dq_kernel, ("k_desc", "v_desc")),
+    "dkdv": (two_passes.hopper_bwd_kernel, ("x_desc", "y_desc")),
+    "dq": (two_passes.hopper_bwd_kernel, ("x_desc", "y_desc")),
 }
 
 
 def tiles_of(kernel: str, head_dim: int, causal: bool, short: bool) -> dict:
     if kernel == "forward":
         return (forward.FORWARD_SHORT if short else forward.FORWARD)[head_dim]
-    tables = {
-        "dkdv": (two_passes.DKDV, two_passes.DKDV_SHORT),
-        "dq": (two_passes.DQ, two_passes.DQ_SHORT),
-    }
-    return two_passes._tiles(*tables[kernel], head_dim, two_passes.SHORT + (not short), causal)
+    length = two_passes.SHORT + (not short)
+    return two_passes.tiles(head_dim, length, own_keys=kernel == "dkdv", causal=causal)
 
 
 def compile_hopper(
@@ -357,14 +352,16 @@ def compile_hopper(
         "CAUSAL": causal,
         "EVEN_K": even,
         "GROUPED": grouped,
+        "OWN_KEYS": kernel == "dkdv",
         **tiles,
         "DYNAMIC": dynamic and causal and not split_k,
         "SPLIT_K": split_k,
     }
     absent = [] if tail else [name for name in function.arg_names if name.endswith("_tail_desc")]
+    absent += [] if kernel == "dkdv" else ["grad_y_desc", "grad_y_tail_desc"]
     absent += ["tile_counter_ptr"] * (not constants["DYNAMIC"]) + ["parts_ptr"] * (not split_k)
     constants |= dict.fromkeys(absent)
-    rows = tiles.get("BLOCK_K") or tiles["BLOCK_Q"]
+    rows = tiles.get("BLOCK_K") or tiles["BLOCK"]
     consumers = tiles.get("CONSUMERS", 2)
     return compile_gluon(function, dtype, constants, consumers, inner=inner, rows=rows)
 
@@ -466,7 +463,7 @@ def test_hopper_kernels_neither_spill_nor_serialise(kernel, head_dim, dtype, opt
     tiles = tiles_of(kernel, head_dim, options["causal"], "short" in options)
     tail = hopper_tiles.TAILS[head_dim]
     columns = {64, tail} if tail else {head_dim}
-    assert widths == columns | {tiles.get("BLOCK_K") or tiles["BLOCK_Q"]}
+    assert widths == columns | {tiles.get("BLOCK_K") or tiles["BLOCK"]}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def cases(
         call = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
         call |= {"batch": ATTENTION_BATCH, **mask}
         if (not lengths or length in lengths) and (not d_heads or d_head in d_heads):
-            planned.append(Case(section, call, PHASES, **limits, stop_at_failure=True))
+            options = {"stop_at_failure": True, "compiles": impl.startswith("compiled")}
+            planned.append(Case(section, call, PHASES, **limits, **options))
 
     # A series of rising lengths after the other.
     for precision, impls in grid.series.items():
@@ -102,7 +103,7 @@ def cases(
     for size, context in itertools.product(grid.model_sizes, grid.model_precisions):
         for precision in grid.model_precisions[context]:
             model = step_parameters(size, context, precision, compile="regional")
-            planned.append(Case("transformer", model, ("backward",), **limits))
+            planned.append(Case("transformer", model, ("backward",), **limits, compiles=True))
     for precision in ("fp32", "bf16"):
         for impl, length in itertools.product(grid.series[precision], grid.masked_lengths):
             if impl != "compiled" or length in grid.compiled_lengths:

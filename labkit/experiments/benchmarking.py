@@ -62,6 +62,9 @@ def cases(
         key = (step["size"], step["context"], step["precision"])
         keys = {"execution": grid.sustained_executions, "warmup": (), "course": ()}
         options = {"time_limit_s": grid.time_limit_s} | options
+        # Section "compile" times compiling itself.
+        is_compiled = step["compile"] != "none" or step["attention"] == "auto"
+        options["compiles"] = section == "execution" and is_compiled
         if key in keys.get(section, grid.sustained):
             options["sustained"] = phases[-1:]
         planned.append(Case(section, step, phases, grid.case_timeout_s, **options))

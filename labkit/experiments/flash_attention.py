@@ -50,7 +50,7 @@ def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Cas
     """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = FLASH_ATTENTION[profile]
     timeout = {"timeout_s": grid.case_timeout_s}
-    limits = {**timeout, "time_limit_s": grid.time_limit_s}
+    limits = {**timeout, "time_limit_s": grid.time_limit_s, "compiles": True}
     planned = ceiling_cases(tuple(grid.impls), grid.case_timeout_s)
     for tile, causal in itertools.product(grid.algorithm_tiles, (False, True)):
         parameters = {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}
@@ -64,7 +64,7 @@ def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Cas
         parameters = _shape(grid.tiles_shape, "bf16") | dict(zip(TILE_FIELDS, tile, strict=True))
         planned.append(Case("tiles", parameters, ("forward",), **limits))
     sustained = [f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained]
-    ranking = {"is_ranking": True, "sustained": tuple(sustained)}
+    ranking = {"is_ranking": True, "sustained": tuple(sustained), "compiles": True}
     ranking |= {**timeout, "time_limit_s": grid.rivals_time_limit_s}
     narrowable: list[Case] = [
         contest_case("rivals", "attention", _shape(shape, "bf16"), grid.rivals, **ranking)

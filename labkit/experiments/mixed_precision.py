@@ -32,7 +32,7 @@ from labkit.configs import (
 from labkit.device import Device
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
 from labkit.experiments.sections import run_section, section, timed_with_peak
-from labkit.experiments.step import RECIPES, Step, open_step, step_parameters
+from labkit.experiments.step import Step, open_step, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.models.transformer import TransformerLM, language_model_loss
 from labkit.numerics import DTYPES, NORMS, dtype_name
@@ -117,7 +117,7 @@ def cases(
     for size, precision in itertools.product(grid.operator_sizes, OPERATOR_PRECISIONS):
         parameters = step_parameters(size, grid.operator_context, precision)
         planned.append(Case("operators", parameters, OPERATOR_PHASES, limit))
-    for precision in RECIPES:
+    for precision in grid.trainings:
         parameters = {"precision": precision, **vars(grid.task)}
         planned.append(Case("training", parameters, ("training",), limit))
     return planned

@@ -77,7 +77,9 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         options = {"fresh_process": True, "sustained": STEP_PHASES, **limits}
         for way in ways:
             if is_gpu or COMPILED not in way:
-                planned.append(Case("steps", {**parameters, "way": way}, STEP_PHASES, **options))
+                step = {**parameters, "way": way}
+                compiles = not way.endswith("eager")
+                planned.append(Case("steps", step, STEP_PHASES, **options, compiles=compiles))
     for way in ("eager", "fused"):
         planned.append(Case("profile", {**batch, "way": way}, PASSES[1:], limit))
     module_phases = tuple(f"{impl} {name}" for name in PASSES for impl in MODULE_IMPLS)
@@ -90,7 +92,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     for operation, rows, columns in grid.kernels:
         parameters = {"operation": operation, "rows": rows, "columns": columns, "precision": dtype}
         entrants = (grid.kernel_impls, DEFINITIONS[operation].passes)
-        planned.append(contest_case("kernels", operation, parameters, *entrants, **limits))
+        contest = contest_case("kernels", operation, parameters, *entrants, **limits, compiles=True)
+        planned.append(contest)
     return planned
 
 

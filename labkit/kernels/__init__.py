@@ -5,6 +5,7 @@ KERNEL_CLASSES = {
     "hopper_bwd_convert_kernel": "attention",
     "hopper_bwd_dkdv_kernel": "attention",
     "hopper_bwd_dq_kernel": "attention",
+    "hopper_bwd_kernel": "attention",
     "hopper_bwd_single_kernel": "attention",
     "hopper_fwd_kernel": "attention",
     "linear_gelu_kernel": "matmul",

@@ -44,6 +44,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from labkit import guard
 from labkit.device import find_nsys
 from labkit.guard import guarded_folder
 
@@ -622,9 +623,16 @@ class Nsys:
     def usable(cls) -> "Nsys | None":
         """Returns what `find` does, None also where its captures cannot be read; stderr then says
         why.
+
+        The processes of a run share the answer: a capture that fails takes ten seconds.
         """
         nsys = cls.find()
-        failure = nsys.failure() if nsys else ""
+        answer = guard.shared_file("nsys")
+        if nsys is None or (answer and answer.exists()):
+            return nsys if nsys and answer.read_text() == "" else None
+        failure = nsys.failure()
+        if answer:
+            answer.write_text(failure)
         if failure:
             print(f"labkit: torch.profiler takes the place of nsys: {failure}", file=sys.stderr)
             return None

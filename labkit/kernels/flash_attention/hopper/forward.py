@@ -35,9 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -47,18 +45,23 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     PRODUCER_REGISTERS,
     ROWS,
     TAILS,
-    TileLaunch,
     Value,
-    async_load,
-    async_store,
-    await_number,
-    barriers,
+    accumulator,
+    accumulators,
+    counting,
     decode_tile,
-    hand_number,
+    finished,
+    parts,
+    plus_product,
     product_layout,
+    put,
+    queue,
+    ring,
     shared_by_warps,
+    tile_launch,
+    tiles_of,
+    times_transposed,
     to_low,
-    with_tails,
 )
 from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.flash_attention.splits import (
@@ -121,49 +124,27 @@ LENGTHS = (
 
 @shared_by_warps
 class Shared:
-    """Tiles end in _s and lie in shared memory, `tail` are the columns from 64 on; barriers end in
-    _full and _empty.
-    """
+    """What the warps of a program share."""
 
-    out_desc: Value
-    out_tail_desc: Value
+    q: Value
+    k: Value
+    v: Value
+    out_descs: Value
     parts_ptr: Value
     lse_ptr: Value
-    q_s: Value
-    q_tail_s: Value
-    k_s: Value
-    k_tail_s: Value
-    v_s: Value
-    v_tail_s: Value
     numbers_s: Value
-    q_full: Value
-    q_empty: Value
-    k_full: Value
-    k_empty: Value
-    v_full: Value
-    v_empty: Value
-    tile_s: Value
-    tile_full: Value
-    tile_empty: Value
+    tiles: Value
+    tile_counter_ptr: Value
     num_heads: Value
     num_heads_total: Value
+    group: Value
     num_queries: Value
     num_keys: Value
     num_splits: Value
     section: Value
     scale_log2: Value
-    q_desc: Value
-    q_tail_desc: Value
-    k_desc: Value
-    k_tail_desc: Value
-    v_desc: Value
-    v_tail_desc: Value
-    tile_counter_ptr: Value
-    group: Value
     BLOCK_K: Value
     D: Value
-    TAIL: Value
-    STAGES: Value
     CAUSAL: Value
     EVEN_K: Value
     CONSUMERS: Value
@@ -172,39 +153,42 @@ class Shared:
 
 
 @gluon.jit
-def _fwd_tile(s, t, num_q_tiles, num_head_splits):
-    """Which tile of queries and which head (of all batches) the t-th one is.
+def _num_work_tiles(s):
+    """The tiles of queries of a head, and the heads of all batches and splits of their keys."""
+    ROWS_Q: gl.constexpr = 64 * s.CONSUMERS
+    num_head_splits = s.num_heads_total * s.num_splits if s.SPLIT_K else s.num_heads_total
+    return (s.num_queries + ROWS_Q - 1) // ROWS_Q, num_head_splits
+
+
+@gluon.jit
+def _work_tile(s, t):
+    """The first query of the t-th work tile, its head and split, the first key tile that it takes
+    and how many it takes: one at least, so that a row without keys is written.
 
     Heads one after another share their keys in the L2 cache. When causal the longest tiles of all
     heads of a section come first: each program takes the next one when it is done.
     """
+    num_q_tiles, num_head_splits = _num_work_tiles(s)
     if s.CAUSAL:
-        head, before = decode_tile(t, num_q_tiles, num_head_splits, s.section)
+        head_split, before = decode_tile(t, num_q_tiles, num_head_splits, s.section)
         tile = num_q_tiles - 1 - before
     else:
         tile = t % num_q_tiles
-        head = t // num_q_tiles
-    return tile, head
-
-
-@gluon.jit
-def _fwd_next(s, t, turn):
-    """The consumer's tile after t: the one that the producer took from the counter, or the next in
-    a fixed order.
-    """
-    if s.DYNAMIC:
-        t = await_number(turn, s.tile_s, s.tile_full)
-        mbarrier.arrive(s.tile_empty.index(turn & 1), count=1)
-    else:
-        t += gl.num_programs(0)
-    return t
+        head_split = t // num_q_tiles
+    q0 = tile * 64 * s.CONSUMERS
+    num_tiles = _num_key_tiles(s, q0 + 64 * s.CONSUMERS)
+    first = 0
+    if s.SPLIT_K:
+        # Past the last key where none is left for this split.
+        length = (num_tiles + s.num_splits - 1) // s.num_splits
+        first = head_split // s.num_heads_total * length
+        num_tiles = gl.maximum(gl.minimum(num_tiles - first, length), 1)
+    return q0, head_split, first, num_tiles
 
 
 @gluon.jit
 def _num_key_tiles(s, rows_end):
-    """How many key tiles the queries before `rows_end` see; one at least, so that a row without
-    keys is written.
-    """
+    """How many key tiles the queries before `rows_end` see, at least one."""
     end = s.num_keys
     if s.CAUSAL:
         end = gl.maximum(gl.minimum(end, rows_end + (s.num_keys - s.num_queries)), 1)
@@ -212,92 +196,41 @@ def _num_key_tiles(s, rows_end):
 
 
 @gluon.jit
-def _split_range(s, num_tiles, split):
-    """The first key tile of a split and how many it has; one at least, past the last key where none
-    is left.
-    """
-    first = 0
-    if s.SPLIT_K:
-        length = (num_tiles + s.num_splits - 1) // s.num_splits
-        first = split * length
-        num_tiles = gl.maximum(gl.minimum(num_tiles - first, length), 1)
-    return first, num_tiles
-
-
-@gluon.jit
-def _load(desc, tail_desc, batch, head, row, full, tile, tail, TAIL: gl.constexpr):
-    """A tile of rows, and its columns from 64 on where the head dimension has them."""
-    nbytes: gl.constexpr = desc.block_type.nbytes + (tail_desc.block_type.nbytes if TAIL else 0)
-    mbarrier.expect(full, nbytes)
-    async_load(desc, [batch, head, row, 0], full, tile)
-    if TAIL:
-        async_load(tail_desc, [batch, head, row, 64], full, tail)
-
-
-@gluon.jit
-def _fwd_producer(s):
-    ROWS_Q: gl.constexpr = 64 * s.CONSUMERS
-    STAGES: gl.constexpr = s.STAGES
-    num_q_tiles = (s.num_queries + ROWS_Q - 1) // ROWS_Q
+def _producer(s):
+    num_q_tiles, num_head_splits = _num_work_tiles(s)
     j = 0
     turn = 0
     t = gl.program_id(0)
-    num_head_splits = s.num_heads_total * s.num_splits if s.SPLIT_K else s.num_heads_total
     while t < num_q_tiles * num_head_splits:
         following = t + gl.num_programs(0)
-        tile, head_split = _fwd_tile(s, t, num_q_tiles, num_head_splits)
+        q0, head_split, first, num_tiles = _work_tile(s, t)
         head_total = head_split % s.num_heads_total if s.SPLIT_K else head_split
         batch = head_total // s.num_heads
         head = head_total % s.num_heads
-        q0 = tile * ROWS_Q
-        num_tiles = _num_key_tiles(s, q0 + ROWS_Q)
-        first, num_tiles = _split_range(s, num_tiles, head_split // s.num_heads_total)
+        key_head = head // s.group
         for i in range(num_tiles):
-            stage = j % STAGES
-            free = ((j // STAGES) & 1) ^ 1
             start = (first + num_tiles - 1 - i) * s.BLOCK_K
-            mbarrier.wait(s.k_empty.index(stage), free)
-            key_head = head // s.group
-            full = s.k_full.index(stage)
-            k = s.k_s.index(stage)
-            k_tail = s.k_tail_s.index(stage)
-            _load(s.k_desc, s.k_tail_desc, batch, key_head, start, full, k, k_tail, s.TAIL)
+            s.k.load(j, batch, key_head, start)
             if i == 0:
                 for c in gl.static_range(s.CONSUMERS):
-                    place = (turn & 1) * s.CONSUMERS + c
-                    mbarrier.wait(s.q_empty.index(place), ((turn >> 1) & 1) ^ 1)
-                    row = q0 + c * 64
-                    full = s.q_full.index(place)
-                    q = s.q_s.index(place)
-                    q_tail = s.q_tail_s.index(place)
-                    _load(s.q_desc, s.q_tail_desc, batch, head, row, full, q, q_tail, s.TAIL)
-            mbarrier.wait(s.v_empty.index(stage), free)
-            key_head = head // s.group
-            full = s.v_full.index(stage)
-            v = s.v_s.index(stage)
-            v_tail = s.v_tail_s.index(stage)
-            _load(s.v_desc, s.v_tail_desc, batch, key_head, start, full, v, v_tail, s.TAIL)
+                    s.q.load(turn * s.CONSUMERS + c, batch, head, q0 + c * 64)
+            s.v.load(j, batch, key_head, start)
             if s.DYNAMIC:
                 # Taken behind the first loads of this tile, which would wait for the answer.
                 if i == 0:
-                    following = gl.num_programs(0) + gl.atomic_add(
-                        s.tile_counter_ptr, 1, sem="relaxed"
-                    )
+                    taken = gl.atomic_add(s.tile_counter_ptr, 1, sem="relaxed")
+                    following = gl.num_programs(0) + taken
             j += 1
         if s.DYNAMIC:
-            mbarrier.wait(s.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-            hand_number(following, turn, s.tile_s, s.tile_full)
+            s.tiles.hand(turn, following)
         t = following
         turn += 1
 
 
 @gluon.jit
-def _fwd_mask(s, scores, end, diagonal, SCORES: gl.constexpr):
+def _mask(s, scores, end, diagonal, SCORES: gl.constexpr):
     """The scores of visible keys, −inf elsewhere: keys before `end`, and before `diagonal` plus the
-    number of the row.
-
-    Both count from the tile's first key. The numbers come from shared memory: as constants they
-    stay in registers through the loop.
+    number of the row; both count from the tile's first key.
     """
     keys = s.numbers_s.load(gl.SliceLayout(0, SCORES))
     if s.CAUSAL:
@@ -324,132 +257,63 @@ def _softmax(scores, maximum, total, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _scores(s, q, q_tail, stage, before):
-    """Q Kᵀ, in flight, in the registers of `before`: a tile of zeros would be as many more, set
-    anew each time.
-    """
-    k = s.k_s.index(stage)
-    k_tail = s.k_tail_s.index(stage)
-    scores = warpgroup_mma(
-        q, k.reshape([s.BLOCK_K, s.D]).permute((1, 0)), before, use_acc=False, is_async=True
-    )
-    if s.TAIL:
-        scores = warpgroup_mma(
-            q_tail, k_tail.reshape([s.BLOCK_K, s.TAIL]).permute((1, 0)), scores, is_async=True
-        )
-    return scores
+def _times_rows(acc, factor):
+    """Accumulators, each row times its factor."""
+    return [
+        part * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None]
+        for part in acc
+    ]
 
 
 @gluon.jit
-def _values(s, p_low, stage, acc, acc_tail):
-    """P V added to both parts of the output, in flight."""
-    v = s.v_s.index(stage)
-    v_tail = s.v_tail_s.index(stage)
-    acc = warpgroup_mma(p_low, v.reshape([s.BLOCK_K, s.D]), acc, is_async=True)
-    if s.TAIL:
-        v_tail = v_tail.reshape([s.BLOCK_K, s.TAIL])
-        acc_tail = warpgroup_mma(p_low, v_tail, acc_tail, is_async=True)
-    return acc, acc_tail
-
-
-@gluon.jit
-def _await_values(s, acc, acc_tail):
-    """Both parts of the output once no product is in flight."""
-    if s.TAIL:
-        acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
-    else:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-    return acc, acc_tail
-
-
-@gluon.jit
-def _times_rows(s, acc, acc_tail, factor, OUT: gl.constexpr, OUT_TAIL: gl.constexpr):
-    """Both parts of the output, each row times its factor."""
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
-    if s.TAIL:
-        acc_tail = acc_tail * gl.convert_layout(factor, gl.SliceLayout(1, OUT_TAIL))[:, None]
-    return acc, acc_tail
-
-
-@gluon.jit
-def _fwd_step(
-    s,
-    i,
-    q,
-    q_tail,
-    p,
-    p_low,
-    acc,
-    acc_tail,
-    maximum,
-    total,
-    end,
-    diagonal,
-    MASKED: gl.constexpr,
-    SCORES: gl.constexpr,
-    OUT: gl.constexpr,
-    OUT_TAIL: gl.constexpr,
-):
+def _step(s, i, q, p, p_low, acc, maximum, total, end, diagonal, MASKED: gl.constexpr):
     """The scores and the softmax of tile i, and the product with V of tile i − 1 under them."""
-    STAGES: gl.constexpr = s.STAGES
-    stage = i % STAGES
-    before = (i - 1) % STAGES
-    mbarrier.wait(s.k_full.index(stage), (i // STAGES) & 1)
-    scores_mma = _scores(s, q, q_tail, stage, p)
-    mbarrier.wait(s.v_full.index(before), ((i - 1) // STAGES) & 1)
-    acc_mma, acc_tail_mma = _values(s, p_low, before, acc, acc_tail)
-    scores = warpgroup_mma_wait(2 if s.TAIL else 1, deps=(scores_mma,))
-    mbarrier.arrive(s.k_empty.index(stage), count=1)
-    if MASKED:
-        scores = _fwd_mask(s, scores, end, diagonal, SCORES)
-    p, maximum, total, rescale = _softmax(scores, maximum, total, s.scale_log2, MASKED)
-    acc, acc_tail = _await_values(s, acc_mma, acc_tail_mma)
-    mbarrier.arrive(s.v_empty.index(before), count=1)
-    acc, acc_tail = _times_rows(s, acc, acc_tail, rescale, OUT, OUT_TAIL)
-    p_low = gl.convert_layout(to_low(p, q.dtype), gl.DotOperandLayout(0, OUT, 2))
-    return p, p_low, acc, acc_tail, maximum, total
-
-
-@gluon.jit
-def _store_part(s, parts, acc, q1, column, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Writes 64 rows of a split's output, in fp32, from `column` on."""
-    ROW: gl.constexpr = s.D + s.TAIL
-    rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    cols = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    mask = (rows < s.num_queries)[:, None]
-    gl.store(parts + (rows * ROW)[:, None] + cols[None, :], acc, mask=mask)
-
-
-@gluon.jit
-def _fwd_consumer(s, C: gl.constexpr):
-    D: gl.constexpr = s.D
-    TAIL: gl.constexpr = s.TAIL
-    STAGES: gl.constexpr = s.STAGES
-    ROWS_Q: gl.constexpr = 64 * s.CONSUMERS
     SCORES: gl.constexpr = product_layout(s.BLOCK_K)
-    OUT: gl.constexpr = product_layout(D)
-    OUT_TAIL: gl.constexpr = product_layout(TAIL if TAIL else 16)
+    s.k.wait(i)
+    scores_mma = times_transposed(q, s.k.tile(i), p)
+    s.v.wait(i - 1)
+    acc_mma = plus_product(p_low, s.v.tile(i - 1), acc)
+    scores = warpgroup_mma_wait(len(q), deps=(scores_mma,))
+    s.k.release(i)
+    if MASKED:
+        scores = _mask(s, scores, end, diagonal, SCORES)
+    p, maximum, total, rescale = _softmax(scores, maximum, total, s.scale_log2, MASKED)
+    acc = finished(acc_mma, 0)
+    s.v.release(i - 1)
+    acc = _times_rows(acc, rescale)
+    p_low = gl.convert_layout(to_low(p, q[0].dtype), gl.DotOperandLayout(0, product_layout(s.D), 2))
+    return p, p_low, acc, maximum, total
+
+
+@gluon.jit
+def _store_part(s, parts, acc, q1, column, row_elements):
+    """Writes 64 rows of a split's output, in fp32, from `column` on."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    cols = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    mask = (rows < s.num_queries)[:, None]
+    gl.store(parts + (rows * row_elements)[:, None] + cols[None, :], acc, mask=mask)
+
+
+@gluon.jit
+def _consumer(s, C: gl.constexpr):
+    SCORES: gl.constexpr = product_layout(s.BLOCK_K)
     MASKED: gl.constexpr = s.CAUSAL or not s.EVEN_K
-    num_q_tiles = (s.num_queries + ROWS_Q - 1) // ROWS_Q
-    p = gl.zeros([64, s.BLOCK_K], gl.float32, layout=SCORES)
+    num_q_tiles, num_head_splits = _num_work_tiles(s)
+    # Scores come in the registers of those before: a tile of zeros would be as many more, set anew
+    # each time.
+    p = accumulator(s.BLOCK_K)
     # The number of the next key tile that the producer loads, counted over all tiles of queries.
     j = 0
     turn = 0
     t = gl.program_id(0)
-    num_head_splits = s.num_heads_total * s.num_splits if s.SPLIT_K else s.num_heads_total
     while t < num_q_tiles * num_head_splits:
-        tile, head_split = _fwd_tile(s, t, num_q_tiles, num_head_splits)
-        place = (turn & 1) * s.CONSUMERS + C
-        q = s.q_s.index(place).reshape([64, D])
-        q_tail = q
-        if TAIL:
-            q_tail = s.q_tail_s.index(place).reshape([64, TAIL])
-        q0 = tile * ROWS_Q
+        q0, head_split, first, num_tiles = _work_tile(s, t)
+        own = turn * s.CONSUMERS + C
+        q = s.q.tile(own)
         q1 = q0 + C * 64
         # The first key that the first query does not see; each further query sees one more.
         diagonal = q1 + (s.num_keys - s.num_queries) + 1
-        num_tiles = _num_key_tiles(s, q0 + ROWS_Q)
-        first, num_tiles = _split_range(s, num_tiles, head_split // s.num_heads_total)
         # The number of the key tile after the last one of this tile of queries.
         after = j + num_tiles
         num_full = s.num_keys // s.BLOCK_K
@@ -460,104 +324,71 @@ def _fwd_consumer(s, C: gl.constexpr):
             if s.SPLIT_K:
                 num_mine = gl.maximum(gl.minimum(num_mine - first, num_tiles), 1)
             for _ in range(num_tiles - num_mine):
-                mbarrier.wait(s.k_full.index(j % STAGES), (j // STAGES) & 1)
-                mbarrier.arrive(s.k_empty.index(j % STAGES), count=1)
-                mbarrier.wait(s.v_full.index(j % STAGES), (j // STAGES) & 1)
-                mbarrier.arrive(s.v_empty.index(j % STAGES), count=1)
+                s.k.wait(j)
+                s.k.release(j)
+                s.v.wait(j)
+                s.v.release(j)
                 j += 1
             num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // s.BLOCK_K)
             if s.SPLIT_K:
                 num_full = gl.maximum(num_full - first, 0)
         maximum = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
-        acc = gl.zeros([64, D], gl.float32, layout=OUT)
-        acc_tail = gl.zeros([64, TAIL if TAIL else 16], gl.float32, layout=OUT_TAIL)
-        mbarrier.wait(s.q_full.index(place), (turn >> 1) & 1)
-        mbarrier.wait(s.k_full.index(j % STAGES), (j // STAGES) & 1)
-        scores = warpgroup_mma_wait(0, deps=(_scores(s, q, q_tail, j % STAGES, p),))
-        mbarrier.arrive(s.k_empty.index(j % STAGES), count=1)
+        acc = accumulators(s.v.tile(j))
+        s.q.wait(own)
+        s.k.wait(j)
+        scores = warpgroup_mma_wait(0, deps=(times_transposed(q, s.k.tile(j), p),))
+        s.k.release(j)
         start = (first + after - j - 1) * s.BLOCK_K
         if MASKED:
-            scores = _fwd_mask(s, scores, s.num_keys - start, diagonal - start, SCORES)
-        p, maximum, total, _rescale = _softmax(scores, maximum, total, s.scale_log2, MASKED)
-        p_low = gl.convert_layout(to_low(p, q.dtype), gl.DotOperandLayout(0, OUT, 2))
+            scores = _mask(s, scores, s.num_keys - start, diagonal - start, SCORES)
+        p, maximum, total, _ = _softmax(scores, maximum, total, s.scale_log2, MASKED)
+        p_low = to_low(p, q[0].dtype)
+        p_low = gl.convert_layout(p_low, gl.DotOperandLayout(0, product_layout(s.D), 2))
         # The tile before has left its buffer, which the queries after this one may have. Only the
         # thread that stored it can wait for that; the barrier in this tells the others.
         tma.store_wait(0)
-        mbarrier.arrive(s.q_empty.index(s.CONSUMERS - place + 2 * C), count=1, pred=turn > 0)
+        s.q.release(own + s.CONSUMERS, turn > 0)
         # What takes masks comes first, and the loop behind it takes none.
         first_full = j + 1
         if s.CAUSAL:
             first_full = gl.maximum(after - num_full, first_full)
             for i in range(j + 1, first_full):
                 start = (first + after - i - 1) * s.BLOCK_K
-                p, p_low, acc, acc_tail, maximum, total = _fwd_step(
-                    s,
-                    i,
-                    q,
-                    q_tail,
-                    p,
-                    p_low,
-                    acc,
-                    acc_tail,
-                    maximum,
-                    total,
-                    s.num_keys - start,
-                    diagonal - start,
-                    True,
-                    SCORES,
-                    OUT,
-                    OUT_TAIL,
+                end = s.num_keys - start
+                p, p_low, acc, maximum, total = _step(
+                    s, i, q, p, p_low, acc, maximum, total, end, diagonal - start, True
                 )
         for i in range(first_full, after):
-            p, p_low, acc, acc_tail, maximum, total = _fwd_step(
-                s,
-                i,
-                q,
-                q_tail,
-                p,
-                p_low,
-                acc,
-                acc_tail,
-                maximum,
-                total,
-                0,
-                0,
-                False,
-                SCORES,
-                OUT,
-                OUT_TAIL,
+            p, p_low, acc, maximum, total = _step(
+                s, i, q, p, p_low, acc, maximum, total, 0, 0, False
             )
-        last = after - 1
-        mbarrier.wait(s.v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc_mma, acc_tail_mma = _values(s, p_low, last % STAGES, acc, acc_tail)
+        s.v.wait(after - 1)
+        acc_mma = plus_product(p_low, s.v.tile(after - 1), acc)
         # A row without any key: zeros, and −inf.
         divisor = gl.where(total == 0.0, 1.0, total)
         lse = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(divisor)) * LN_2)
         rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        mask = rows < s.num_queries
-        gl.store(s.lse_ptr + head_split.to(gl.int64) * s.num_queries + rows, lse, mask=mask)
-        acc, acc_tail = _await_values(s, acc_mma, acc_tail_mma)
-        mbarrier.arrive(s.v_empty.index(last % STAGES), count=1)
-        acc, acc_tail = _times_rows(s, acc, acc_tail, 1.0 / divisor, OUT, OUT_TAIL)
+        first_row = head_split.to(gl.int64) * s.num_queries
+        gl.store(s.lse_ptr + first_row + rows, lse, mask=rows < s.num_queries)
+        acc = finished(acc_mma, 0)
+        s.v.release(after - 1)
+        acc = _times_rows(acc, 1.0 / divisor)
         if s.SPLIT_K:
-            parts = s.parts_ptr + head_split.to(gl.int64) * s.num_queries * (D + TAIL)
-            _store_part(s, parts, acc, q1, 0, D, OUT)
-            if TAIL:
-                _store_part(s, parts, acc_tail, q1, D, TAIL, OUT_TAIL)
+            ROW: gl.constexpr = s.D + (acc[1].shape[1] if len(acc) == 2 else 0)
+            for n in gl.static_range(len(acc)):
+                _store_part(s, s.parts_ptr + first_row * ROW, acc[n], q1, n * 64, ROW)
         else:
             # The output takes the place of the queries.
-            q.store(to_low(acc, q.dtype))
-            if TAIL:
-                q_tail.store(to_low(acc_tail, q.dtype))
-            fence_async_shared()
+            put(acc, q)
             batch = head_split // s.num_heads
-            head = head_split % s.num_heads
-            async_store(s.out_desc, [batch, head, q1, 0], s.q_s.index(place))
-            if TAIL:
-                async_store(s.out_tail_desc, [batch, head, q1, 64], s.q_tail_s.index(place))
+            s.q.store(own, s.out_descs, batch, head_split % s.num_heads, q1)
         j = after
-        t = _fwd_next(s, t, turn)
+        if s.DYNAMIC:
+            t = s.tiles.await_number(turn)
+            s.tiles.release(turn)
+        else:
+            t += gl.num_programs(0)
         turn += 1
     tma.store_wait(0)
 
@@ -585,7 +416,6 @@ def hopper_fwd_kernel(
     scale_log2,
     BLOCK_K: gl.constexpr,
     D: gl.constexpr,
-    TAIL: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     EVEN_K: gl.constexpr,
@@ -599,125 +429,52 @@ def hopper_fwd_kernel(
 
     CAUSAL: the tiles of `section` heads come before those of the next as many. DYNAMIC: programs
     take tiles from the counter at tile_counter_ptr, which begins at 0. SPLIT_K: of each split of
-    the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches, queries, D + TAIL),
+    the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches, queries, columns),
     and its log-sum-exp; out_desc is not used then.
     """
-    # Queries, and afterwards their output, of this tile and of the next.
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 1, 1, 64, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_K, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_K, D], v_desc.layout)
-    q_tail_s = q_s
-    k_tail_s = k_s
-    v_tail_s = v_s
-    if TAIL:
-        q_tail_s = gl.allocate_shared_memory(
-            q_desc.dtype, [2 * CONSUMERS, 1, 1, 64, TAIL], q_tail_desc.layout
-        )
-        k_tail_s = gl.allocate_shared_memory(
-            k_desc.dtype, [STAGES, 1, 1, BLOCK_K, TAIL], k_tail_desc.layout
-        )
-        v_tail_s = gl.allocate_shared_memory(
-            v_desc.dtype, [STAGES, 1, 1, BLOCK_K, TAIL], v_tail_desc.layout
-        )
-    q_full = barriers(2 * CONSUMERS)
-    q_empty = barriers(2 * CONSUMERS)
-    k_full = barriers(STAGES)
-    k_empty = barriers(STAGES)
-    v_full = barriers(STAGES)
-    v_empty = barriers(STAGES)
-    for place in gl.static_range(2 * CONSUMERS):
-        mbarrier.init(q_full.index(place), count=1)
-        mbarrier.init(q_empty.index(place), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    # The numbers from 0 on, for the masks.
-    numbers_s = gl.allocate_shared_memory(
-        gl.int32, [BLOCK_K], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    )
-    if CAUSAL or not EVEN_K:
-        numbers_s.store(gl.arange(0, BLOCK_K, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    # The tile after this one, as the producer takes it. Only where it takes any: barriers that
-    # nobody waits for share their memory with the numbers, and what initialises them may come after
-    # what is stored there.
-    tile_s = numbers_s
-    tile_full = k_full
-    tile_empty = k_empty
-    if DYNAMIC:
-        tile_s = gl.allocate_shared_memory(
-            gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-        )
-        tile_full = barriers(2)
-        tile_empty = barriers(2)
-        for slot in gl.static_range(2):
-            mbarrier.init(tile_full.index(slot), count=1)
-            mbarrier.init(tile_empty.index(slot), count=CONSUMERS)
-    fence_async_shared()
+    numbers_s = counting(BLOCK_K) if CAUSAL or not EVEN_K else None
+    tiles = queue(CONSUMERS) if DYNAMIC else None
     shared = Shared(
-        out_desc,
-        out_tail_desc,
+        # Queries, and afterwards their output, of this tile and of the next.
+        ring(parts(q_desc, q_tail_desc), 2 * CONSUMERS, 1),
+        ring(parts(k_desc, k_tail_desc), STAGES, CONSUMERS),
+        ring(parts(v_desc, v_tail_desc), STAGES, CONSUMERS),
+        parts(out_desc, out_tail_desc),
         parts_ptr,
         lse_ptr,
-        q_s,
-        q_tail_s,
-        k_s,
-        k_tail_s,
-        v_s,
-        v_tail_s,
         numbers_s,
-        q_full,
-        q_empty,
-        k_full,
-        k_empty,
-        v_full,
-        v_empty,
-        tile_s,
-        tile_full,
-        tile_empty,
+        tiles,
+        tile_counter_ptr,
         num_heads,
         num_heads_total,
+        group,
         num_queries,
         num_keys,
         num_splits,
         section,
         scale_log2,
-        q_desc,
-        q_tail_desc,
-        k_desc,
-        k_tail_desc,
-        v_desc,
-        v_tail_desc,
-        tile_counter_ptr,
-        group,
         BLOCK_K,
         D,
-        TAIL,
-        STAGES,
         CAUSAL,
         EVEN_K,
         CONSUMERS,
         DYNAMIC,
         SPLIT_K,
     )
+    fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [
-                (_fwd_consumer, (shared, 0)),
-                (_fwd_consumer, (shared, 1)),
-                (_fwd_producer, (shared,)),
-            ],
+            [(_consumer, (shared, 0)), (_consumer, (shared, 1)), (_producer, (shared,))],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_fwd_consumer, (shared, 0)),
-                (_fwd_consumer, (shared, 1)),
-                (_fwd_consumer, (shared, 2)),
-                (_fwd_producer, (shared,)),
+                (_consumer, (shared, 0)),
+                (_consumer, (shared, 1)),
+                (_consumer, (shared, 2)),
+                (_producer, (shared,)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -764,11 +521,10 @@ def plan(
         section = _section(section, num_key_heads, 4 * num_keys * head_dim, programs)
     persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
-    group = num_heads_total // num_key_heads
     numbers = (
         num_heads,
         num_heads_total,
-        group,
+        num_heads_total // num_key_heads,
         num_queries,
         num_keys,
         num_splits,
@@ -777,7 +533,6 @@ def plan(
     )
     constants = {
         "D": 64 if tail else head_dim,
-        "TAIL": tail,
         "BLOCK_K": block_k,
         "STAGES": tiles["STAGES"],
         "CAUSAL": causal,
@@ -786,8 +541,9 @@ def plan(
         "DYNAMIC": dynamic,
         "SPLIT_K": num_splits > 1,
     }
-    described = with_tails([(q, ROWS), (k, block_k), (v, block_k), (out, ROWS)], tail)
-    launch = TileLaunch(
+    tensors = ((q, ROWS), (k, block_k), (v, block_k), (out, ROWS))
+    described = [tiles_of(x, num_rows, tail) for x, num_rows in tensors]
+    launch = tile_launch(
         hopper_fwd_kernel, (num_programs,), described, numbers, constants, consumers
     )
     combine = combine_launch(out.shape, out.strides, num_splits) if num_splits > 1 else None

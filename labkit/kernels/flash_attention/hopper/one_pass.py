@@ -60,7 +60,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -69,21 +68,25 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
-    TileLaunch,
     Value,
-    async_load,
+    accumulator,
     async_store,
-    await_number,
-    barrier,
     barriers,
+    counting,
     decode_tile,
     described_as,
-    hand_number,
-    handed_number,
+    finished,
+    fp32_layout,
+    plus_product,
     product_layout,
+    queue,
+    ring,
+    room,
     rows_of,
     shared_by_warps,
+    tile_launch,
     tiles_of,
+    times_transposed,
 )
 from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.launch import Launch, num_multiprocessors
@@ -144,146 +147,84 @@ LENGTHS = (
 
 @shared_by_warps
 class Shared:
-    """Tiles end in _s and lie in shared memory; barriers end in _full and _empty."""
+    """What the warps of a program share: tiles of the queries of a loop and of the program's keys,
+    what lies in shared memory (_s), and barriers.
+    """
 
+    q: Value
+    grad_out: Value
+    k: Value
+    v: Value
     grad_k_desc: Value
     grad_v_desc: Value
-    q_s: Value
-    grad_out_s: Value
-    k_s: Value
-    v_s: Value
-    lse_s: Value
-    delta_s: Value
     grad_scores_s: Value
     grad_q_s: Value
     numbers_s: Value
-    staged_s: Value
-    k_full: Value
-    v_full: Value
-    k_empty: Value
-    v_empty: Value
-    q_full: Value
-    q_empty: Value
-    grad_out_full: Value
-    grad_out_empty: Value
+    carrier_s: Value
     grad_scores_full: Value
     grad_q_full: Value
     grad_q_empty: Value
-    staged: Value
+    stored: Value
     passed: Value
-    work_s: Value
-    work_full: Value
-    work_empty: Value
+    work: Value
+    dq_accum_desc: Value
+    dq_semaphore_ptr: Value
+    tile_counter_ptr: Value
     num_heads: Value
     num_heads_total: Value
     num_queries: Value
     num_keys: Value
-    scale_log2: Value
+    padded_queries: Value
     heads_in_flight: Value
     num_work_tiles: Value
-    q_desc: Value
-    grad_out_desc: Value
-    k_desc: Value
-    v_desc: Value
-    lse_desc: Value
-    delta_desc: Value
-    tile_counter_ptr: Value
-    padded_queries: Value
-    dq_accum_desc: Value
-    dq_semaphore_ptr: Value
+    scale_log2: Value
     BLOCK_Q: Value
     D: Value
-    STAGES: Value
-    STAGES_GRAD_OUT: Value
     CAUSAL: Value
     EVEN_K: Value
 
 
 @gluon.jit
-def _decode_tile(s, index):
-    """A work tile's head, counted over the batch, and its tile of keys; `heads_in_flight` heads
-    take turns.
+def _work_tile(s, index):
+    """A work tile's head, counted over the batch, its tile of keys, the last query tile, where its
+    loop starts, and the length of the loop, at least 1; `heads_in_flight` heads take turns.
     """
     num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
-    return decode_tile(index, num_tiles, s.num_heads_total, s.heads_in_flight)
-
-
-@gluon.jit
-def _query_tiles(s, key_tile):
-    """The last query tile, where the loop of a key tile starts, and the length of the loop, at
-    least 1.
-    """
+    head_total, key_tile = decode_tile(index, num_tiles, s.num_heads_total, s.heads_in_flight)
     last = (s.num_queries + s.BLOCK_Q - 1) // s.BLOCK_Q - 1
     low = key_tile * 0
     if s.CAUSAL:
         low = gl.maximum(key_tile * BLOCK_K - (s.num_keys - s.num_queries), 0) // s.BLOCK_Q
-    return last, last + 1 - low
+    return head_total, key_tile, last, last + 1 - low
 
 
 @gluon.jit
 def _producer(s):
     # From a counter, so that whoever waits for a work tile waits for a program that runs.
     index = gl.atomic_add(s.tile_counter_ptr, 1)
-    hand_number(index, 0, s.work_s, s.work_full)
+    s.work.hand(0, index)
     turn = 0
     j = 0
     while index < s.num_work_tiles:
-        head_total, key_tile = _decode_tile(s, index)
-        last_tile, count = _query_tiles(s, key_tile)
+        head_total, key_tile, last_tile, count = _work_tile(s, index)
         batch = head_total // s.num_heads
         head = head_total % s.num_heads
-        statistics = head_total * s.padded_queries
-        free = (turn & 1) ^ 1
         for i in range(count):
             row = (last_tile - i) * s.BLOCK_Q
-            b = j % s.STAGES
-            mbarrier.wait(s.q_empty.index(b), ((j // s.STAGES) & 1) ^ 1)
-            mbarrier.expect(
-                s.q_full.index(b), s.q_desc.block_type.nbytes + s.lse_desc.block_type.nbytes
-            )
-            async_load(s.q_desc, [batch, head, row, 0], s.q_full.index(b), s.q_s.index(b))
-            async_load(s.lse_desc, [statistics + row], s.q_full.index(b), s.lse_s.index(b))
+            row_total = head_total * s.padded_queries + row
+            s.q.load(j, batch, head, row, row_total)
             if i == 0:
-                mbarrier.wait(s.k_empty, free)
-                mbarrier.expect(s.k_full, 2 * s.k_desc.block_type.nbytes)
                 for c in gl.static_range(2):
-                    async_load(
-                        s.k_desc,
-                        [batch, head, key_tile * BLOCK_K + c * 64, 0],
-                        s.k_full,
-                        s.k_s.index(c),
-                    )
-                mbarrier.wait(s.v_empty, free)
-                mbarrier.expect(s.v_full, 2 * s.v_desc.block_type.nbytes)
+                    s.k.load(turn * 2 + c, batch, head, key_tile * BLOCK_K + c * 64)
                 for c in gl.static_range(2):
-                    async_load(
-                        s.v_desc,
-                        [batch, head, key_tile * BLOCK_K + c * 64, 0],
-                        s.v_full,
-                        s.v_s.index(c),
-                    )
-            b = j % s.STAGES_GRAD_OUT
-            mbarrier.wait(s.grad_out_empty.index(b), ((j // s.STAGES_GRAD_OUT) & 1) ^ 1)
-            mbarrier.expect(
-                s.grad_out_full.index(b),
-                s.grad_out_desc.block_type.nbytes + s.delta_desc.block_type.nbytes,
-            )
-            async_load(
-                s.grad_out_desc,
-                [batch, head, row, 0],
-                s.grad_out_full.index(b),
-                s.grad_out_s.index(b),
-            )
-            async_load(
-                s.delta_desc, [statistics + row], s.grad_out_full.index(b), s.delta_s.index(b)
-            )
+                    s.v.load(turn * 2 + c, batch, head, key_tile * BLOCK_K + c * 64)
+            s.grad_out.load(j, batch, head, row, row_total)
             j += 1
         # Taken while the last tiles are computed: sooner, another program would wait for one that
         # has not begun.
         index = gl.atomic_add(s.tile_counter_ptr, 1)
         turn += 1
-        mbarrier.wait(s.work_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        hand_number(index, turn, s.work_s, s.work_full)
+        s.work.hand(turn, index)
 
 
 @gluon.jit
@@ -334,14 +275,12 @@ def _publish(count, dq_semaphore_ptr):
 
 @gluon.jit
 def _writer(s, W: gl.constexpr):
-    index = await_number(0, s.work_s, s.work_full)
+    index = s.work.await_number(0)
     turn = 0
     # Query tiles of all work tiles before this one.
     j = 0
     while index < s.num_work_tiles:
-        head_total, key_tile = _decode_tile(s, index)
-        last_tile, count = _query_tiles(s, key_tile)
-        parts = head_total * (last_tile + 1) * 32
+        head_total, key_tile, last_tile, count = _work_tile(s, index)
         # Every other tile of all; of this work tile's the even ones or the odd ones.
         odd = (j + W) & 1
         key_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
@@ -349,56 +288,44 @@ def _writer(s, W: gl.constexpr):
         # Those tiles of the program before; the first waits for none.
         added = gl.where(key_tile == 0, count, 0)
         for i in range(odd, count, WRITERS):
-            q_tile = last_tile - i
             if i >= added:
                 added = _await_more_than(i, mine - WRITERS)
             mbarrier.wait(s.grad_q_full.index(W), ((j + i) // WRITERS) & 1)
+            row = (head_total * (last_tile + 1) + last_tile - i) * 32
             for c in gl.static_range(2):
                 # The first program writes: what it writes to needs no zeros.
                 if key_tile == 0:
-                    async_store(
-                        s.dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], s.grad_q_s.index(c)
-                    )
+                    async_store(s.dq_accum_desc, [row + c * 16, 0], s.grad_q_s.index(c))
                 else:
-                    async_add(
-                        s.dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], s.grad_q_s.index(c)
-                    )
+                    async_add(s.dq_accum_desc, [row + c * 16, 0], s.grad_q_s.index(c))
             tma.store_wait(0)
             mbarrier.arrive(s.grad_q_empty, count=1)
             _publish(i + 1, mine)
         j += count
-        mbarrier.arrive(s.work_empty.index(turn & 1), count=1)
+        s.work.release(turn)
         turn += 1
-        index = await_number(turn, s.work_s, s.work_full)
+        index = s.work.await_number(turn)
 
 
 @gluon.jit
-def _grad_q_product(s, zero, stage_before, C: gl.constexpr):
-    """∂S K over the 128 keys, for warpgroup C's 64 × 64 part: two products in flight."""
-    DTYPE: gl.constexpr = s.k_s.dtype
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+def _grad_q_product(s, zero, j, C: gl.constexpr):
+    """∂S K of tile j over the 128 keys, for warpgroup C's 64 × 64 part: two products in flight."""
+    DTYPE: gl.constexpr = s.grad_scores_s.dtype
+    LAYOUT: gl.constexpr = s.grad_scores_s.layout
     # A tile of 128 columns lies in memory as two tiles of 64.
     TILES_Q: gl.constexpr = s.BLOCK_Q // 64
     TILES_D: gl.constexpr = s.D // 64
     left = reinterpret(s.grad_scores_s, DTYPE, [4 * TILES_Q, 64, 64], LAYOUT)
-    right = reinterpret(s.k_s, DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
+    right = reinterpret(s.k.tiles[0], DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
     PART_Q: gl.constexpr = C if s.BLOCK_Q == 128 else 0
     PART_D: gl.constexpr = 0 if s.BLOCK_Q == 128 else C
-    GRAD_Q: gl.constexpr = product_layout(64)
-    grad_q = gl.zeros([64, 64], gl.float32, layout=GRAD_Q)
-    grad_q = warpgroup_mma(
-        left.index(stage_before * 2 * TILES_Q + PART_Q).permute((1, 0)),
-        right.index(PART_D + zero),
-        grad_q,
-        use_acc=False,
-        is_async=True,
-    )
-    return warpgroup_mma(
-        left.index((stage_before * 2 + 1) * TILES_Q + PART_Q).permute((1, 0)),
-        right.index(TILES_D + PART_D + zero),
-        grad_q,
-        is_async=True,
-    )
+    first = (j & 1) * 2 * TILES_Q + PART_Q
+    grad_q = (accumulator(64),)
+    for half in gl.static_range(2):
+        grad_scores = left.index(first + half * TILES_Q).permute((1, 0))
+        k = right.index(half * TILES_D + PART_D + zero)
+        grad_q = plus_product(grad_scores, (k,), grad_q, half == 1)
+    return grad_q[0]
 
 
 @gluon.jit
@@ -413,168 +340,141 @@ def _in_register_order(x):
 
 
 @gluon.jit
+def _put_grad_q(s, grad_q, j, C: gl.constexpr, before, is_one=True):
+    """Hands the writers a part of ∂Q of tile j, once tile `before` is out; nothing if not
+    `is_one`.
+    """
+    mbarrier.wait(s.grad_q_empty, before & 1)
+    s.grad_q_s.index(C).store(_in_register_order(grad_q))
+    fence_async_shared()
+    mbarrier.arrive(s.grad_q_full.index(j % WRITERS), count=1, pred=is_one)
+
+
+@gluon.jit
 def _consumer(s, C: gl.constexpr):
     DTYPE: gl.constexpr = s.grad_k_desc.dtype
     SCORES: gl.constexpr = product_layout(s.BLOCK_Q)
-    GRAD: gl.constexpr = product_layout(s.D)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
-    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(s.D), 2)
+    KEYS: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    index = await_number(0, s.work_s, s.work_full)
+    index = s.work.await_number(0)
     turn = 0
     # Query tiles of all work tiles before this one.
     base = 0
     while index < s.num_work_tiles:
-        head_total, key_tile = _decode_tile(s, index)
-        last_tile, count = _query_tiles(s, key_tile)
+        _, key_tile, last_tile, count = _work_tile(s, index)
         after = base + count
         # The warpgroup's keys that there are; and the first query that sees its first key, from the
         # query at which the loop would have been at the very first tile of all.
         present = s.num_keys - (key_tile * BLOCK_K + C * 64)
         diagonal = s.num_queries - present - (last_tile + base) * s.BLOCK_Q
-        grad_k = gl.zeros([64, s.D], gl.float32, layout=GRAD)
-        grad_v = gl.zeros([64, s.D], gl.float32, layout=GRAD)
-        mbarrier.wait(s.k_full, turn & 1)
-        mbarrier.wait(s.v_full, turn & 1)
+        grad_k = (accumulator(s.D),)
+        grad_v = (accumulator(s.D),)
+        s.k.wait(turn * 2)
+        s.k.wait(turn * 2 + 1)
+        s.v.wait(turn * 2 + C)
         # What the work tile before left in the places of ∂S is out.
-        mbarrier.wait(s.staged, (turn & 1) ^ 1)
+        mbarrier.wait(s.stored, (turn & 1) ^ 1)
         for j in range(base, after):
             # Always 0, but not for the compiler, which would keep the addresses of K and V in 24
             # registers.
             zero = (s.num_queries + j) >> 31
-            k = s.k_s.index(C + zero).reshape([64, s.D])
-            v = s.v_s.index(C + zero).reshape([64, s.D])
-            stage_q = j % s.STAGES
-            stage_grad_out = j % s.STAGES_GRAD_OUT
-            before = (j + s.STAGES - 1) % s.STAGES
-            stage_before = (j + 1) & 1
-            q = s.q_s.index(stage_q).reshape([s.BLOCK_Q, s.D])
-            grad_out = s.grad_out_s.index(stage_grad_out).reshape([s.BLOCK_Q, s.D])
-            mbarrier.wait(s.q_full.index(stage_q), (j // s.STAGES) & 1)
-            scores_mma = warpgroup_mma(
-                k,
-                q.permute((1, 0)),
-                gl.zeros([64, s.BLOCK_Q], gl.float32, layout=SCORES),
-                use_acc=False,
-                is_async=True,
-            )
-            mbarrier.wait(s.grad_out_full.index(stage_grad_out), (j // s.STAGES_GRAD_OUT) & 1)
-            grad_p_mma = warpgroup_mma(
-                v,
-                grad_out.permute((1, 0)),
-                gl.zeros([64, s.BLOCK_Q], gl.float32, layout=SCORES),
-                use_acc=False,
-                is_async=True,
-            )
+            k = s.k.at(C + zero)
+            v = s.v.at(C + zero)
+            before = j + s.q.NUM - 1
+            q = s.q.tile(j)
+            grad_out = s.grad_out.tile(j)
+            s.q.wait(j)
+            scores_mma = times_transposed(k, q, accumulator(s.BLOCK_Q))
+            s.grad_out.wait(j)
+            grad_p_mma = times_transposed(v, grad_out, accumulator(s.BLOCK_Q))
             # The products of the tile before. For the first they are of anything: the next one into
             # ∂K starts anew, and ∂Q goes nowhere.
-            grad_k_mma = warpgroup_mma(
-                s.grad_scores_s.index(stage_before * 2 + C),
-                s.q_s.index(before).reshape([s.BLOCK_Q, s.D]),
-                grad_k,
-                use_acc=j > base + 1,
-                is_async=True,
-            )
+            grad_scores_before = s.grad_scores_s.index(((j + 1) & 1) * 2 + C)
+            grad_k_mma = plus_product(grad_scores_before, s.q.tile(before), grad_k, j > base + 1)
             scores = warpgroup_mma_wait(2, deps=(scores_mma,))
+            # The masks' numbers come from shared memory: as constants they stay in registers.
             if s.CAUSAL:
                 if diagonal + j * s.BLOCK_Q > -63:
                     # Passes at once; without it ptxas makes the branch into selects that every tile
                     # pays for.
                     mbarrier.wait(s.passed, 1)
-                    # From shared memory: as constants the numbers of rows and columns stay in
-                    # registers through the loop.
-                    keys = reinterpret(s.numbers_s, gl.int32, [64], NUMBERS).load(
-                        gl.SliceLayout(1, SCORES)
-                    ) + (diagonal + j * s.BLOCK_Q)
-                    queries = reinterpret(s.numbers_s, gl.int32, [s.BLOCK_Q], NUMBERS).load(QUERIES)
+                    keys = s.numbers_s.slice(0, 64).load(KEYS) + (diagonal + j * s.BLOCK_Q)
+                    queries = s.numbers_s.load(QUERIES)
                     scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
             elif not s.EVEN_K:
                 # Keys past the end are zeros, but exp2(0 - lse) may overflow, and inf * 0 would
                 # reach ∂Q.
                 if present < 64:
                     mbarrier.wait(s.passed, 1)
-                    keys = reinterpret(s.numbers_s, gl.int32, [64], NUMBERS).load(
-                        gl.SliceLayout(1, SCORES)
-                    )
+                    keys = s.numbers_s.slice(0, 64).load(KEYS)
                     scores = gl.where((keys < present)[:, None], scores, float("-inf"))
-            lse = s.lse_s.index(stage_q).load(QUERIES)
+            lse = s.q.rows.index(j % s.q.NUM).load(QUERIES)
             p = gl.exp2(scores * s.scale_log2 - lse[None, :])
             # The other warpgroup's ∂S(j − 1) is there, and ∂S(j − 2) has been read; passes at once
             # at the very first. Here rather than where it is needed: without a branch between them,
             # ptxas moves the wait for ∂P ahead of the exponentials.
-            mbarrier.wait(s.grad_scores_full, stage_before)
+            mbarrier.wait(s.grad_scores_full, (j + 1) & 1)
             p_low = gl.convert_layout(p.to(DTYPE), OPERAND)
             grad_p = warpgroup_mma_wait(1, deps=(grad_p_mma,))
-            delta = s.delta_s.index(stage_grad_out).load(QUERIES)
+            delta = s.grad_out.rows.index(j % s.grad_out.NUM).load(QUERIES)
             grad_scores = (p * (grad_p - delta[None, :])).to(DTYPE)
             s.grad_scores_s.index((j & 1) * 2 + C).store(grad_scores)
             fence_async_shared()
-            grad_q_mma = _grad_q_product(s, zero, stage_before, C)
-            grad_v_mma = warpgroup_mma(p_low, grad_out, grad_v, is_async=True)
-            grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma, grad_q_mma))
+            grad_q_mma = _grad_q_product(s, zero, j + 1, C)
+            grad_v_mma = plus_product(p_low, grad_out, grad_v)
+            grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma[0], grad_q_mma))
+            grad_k = (grad_k,)
             mbarrier.arrive(s.grad_scores_full, count=1)
-            mbarrier.arrive(s.q_empty.index(before), count=1, pred=j > base)
-            # ∂Q before the last one is out; what goes nowhere waits for the last one of the work
-            # tile before.
-            mbarrier.wait(s.grad_q_empty, (j & 1) ^ (j == base).to(gl.int32))
-            s.grad_q_s.index(C).store(_in_register_order(grad_q))
-            fence_async_shared()
-            mbarrier.arrive(s.grad_q_full.index((j + 1) % WRITERS), count=1, pred=j > base)
-            grad_v = warpgroup_mma_wait(0, deps=(grad_v_mma,))
-            mbarrier.arrive(s.grad_out_empty.index(stage_grad_out), count=1)
-        mbarrier.arrive(s.v_empty, count=1)
+            s.q.release(before, j > base)
+            # What goes nowhere waits for the last one of the work tile before.
+            tile_out = j - 2 + (j == base).to(gl.int32)
+            _put_grad_q(s, grad_q, j + 1, C, tile_out, j > base)
+            grad_v = finished(grad_v_mma, 0)
+            s.grad_out.release(j)
+        s.v.release(turn * 2 + C)
         last = after - 1
-        grad_k_mma = warpgroup_mma(
-            s.grad_scores_s.index((last & 1) * 2 + C),
-            s.q_s.index(last % s.STAGES).reshape([s.BLOCK_Q, s.D]),
-            grad_k,
-            use_acc=last > base,
-            is_async=True,
-        )
+        grad_scores_last = s.grad_scores_s.index((last & 1) * 2 + C)
+        grad_k_mma = plus_product(grad_scores_last, s.q.tile(last), grad_k, last > base)
         mbarrier.wait(s.grad_scores_full, last & 1)
-        grad_q_mma = _grad_q_product(s, 0, last & 1, C)
+        grad_q_mma = _grad_q_product(s, 0, last, C)
         # Once more, so that none of these stay in registers through the loop.
-        head_total, key_tile = _decode_tile(s, handed_number(turn, s.work_s))
+        head_total, key_tile, _, _ = _work_tile(s, s.work.number(turn))
         batch = head_total // s.num_heads
         head = head_total % s.num_heads
         k1 = key_tile * BLOCK_K + C * 64
         # ∂S of the tile before the last has been read: its place carries ∂V and ∂K out. At 128
         # columns it has room for one of the four, and another place for a second. TMA clips rows
         # past the end.
+        free = (last + 1) & 1
         if s.D == 64:
-            carriers = reinterpret(s.grad_scores_s, DTYPE, [8, 1, 1, 64, s.D], s.grad_v_desc.layout)
-            of_grad_v = carriers.index((((last + 1) & 1) * 2 + C) * 2)
-            of_grad_k = carriers.index((((last + 1) & 1) * 2 + C) * 2 + 1)
+            carriers = reinterpret(s.grad_scores_s, DTYPE, [8, 1, 1, 64, 64], s.grad_v_desc.layout)
+            grad_v_s = carriers.index((free * 2 + C) * 2)
+            grad_k_s = carriers.index((free * 2 + C) * 2 + 1)
         else:
-            if C == 0:
-                of_grad_v = s.staged_s.index(0)
-            else:
-                of_grad_v = reinterpret(
-                    s.grad_scores_s, DTYPE, [2, 1, 1, 64, s.D], s.grad_v_desc.layout
-                ).index((last + 1) & 1)
-            of_grad_k = of_grad_v
-        of_grad_v.reshape([64, s.D]).store(grad_v.to(DTYPE))
+            carriers = reinterpret(s.grad_scores_s, DTYPE, [2, 1, 1, 64, 128], s.grad_v_desc.layout)
+            grad_v_s = s.carrier_s.index(0) if C == 0 else carriers.index(free)
+            grad_k_s = grad_v_s
+        grad_v_s.reshape([64, s.D]).store(grad_v[0].to(DTYPE))
         fence_async_shared()
-        async_store(s.grad_v_desc, [batch, head, k1, 0], of_grad_v)
-        grad_k = warpgroup_mma_wait(2, deps=(grad_k_mma,))
+        async_store(s.grad_v_desc, [batch, head, k1, 0], grad_v_s)
+        grad_k = warpgroup_mma_wait(2, deps=grad_k_mma)
         grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
-        mbarrier.arrive(s.k_empty, count=1)
-        mbarrier.arrive(s.q_empty.index(last % s.STAGES), count=1)
-        mbarrier.wait(s.grad_q_empty, (last & 1) ^ 1)
-        s.grad_q_s.index(C).store(_in_register_order(grad_q))
-        fence_async_shared()
-        mbarrier.arrive(s.grad_q_full.index(last % WRITERS), count=1)
+        s.k.release(turn * 2)
+        s.k.release(turn * 2 + 1)
+        s.q.release(last)
+        _put_grad_q(s, grad_q, last, C, last - 1)
         if s.D == 128:
             tma.store_wait(0)
-        of_grad_k.reshape([64, s.D]).store((grad_k * (s.scale_log2 * LN_2)).to(DTYPE))
+        grad_k_s.reshape([64, s.D]).store((grad_k * (s.scale_log2 * LN_2)).to(DTYPE))
         fence_async_shared()
-        async_store(s.grad_k_desc, [batch, head, k1, 0], of_grad_k)
+        async_store(s.grad_k_desc, [batch, head, k1, 0], grad_k_s)
         base = after
-        mbarrier.arrive(s.work_empty.index(turn & 1), count=1)
+        s.work.release(turn)
         turn += 1
         tma.store_wait(0)
-        mbarrier.arrive(s.staged, count=1)
-        index = await_number(turn, s.work_s, s.work_full)
+        mbarrier.arrive(s.stored, count=1)
+        index = s.work.await_number(turn)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -611,116 +511,43 @@ def hopper_bwd_single_kernel(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
-    grad_out_s = gl.allocate_shared_memory(
-        DTYPE, [STAGES_GRAD_OUT, 1, 1, BLOCK_Q, D], grad_out_desc.layout
-    )
-    k_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], v_desc.layout)
-    grad_scores_s = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], TILE)
-    grad_q_s = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_accum_desc.layout)
-    staged_s = k_s
-    if D == 128:
-        staged_s = gl.allocate_shared_memory(DTYPE, [1, 1, 1, 64, D], grad_k_desc.layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES_GRAD_OUT, BLOCK_Q], delta_desc.layout)
-    # The numbers from 0 on, for the masks.
-    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    numbers_s = gl.allocate_shared_memory(gl.int32, [BLOCK_Q], NUMBERS)
-    numbers_s.store(gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    k_full = barrier()
-    v_full = barrier()
-    k_empty = barrier()
-    v_empty = barrier()
-    staged = barrier()
-    # Nobody arrives here: whoever waits for the phase before the first passes.
-    passed = barrier()
-    # The work tile after this one, as the producer takes it.
-    work_s = gl.allocate_shared_memory(
-        gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    )
-    work_full = barriers(2)
-    work_empty = barriers(2)
-    grad_scores_full = barrier()
-    q_full = barriers(STAGES)
-    q_empty = barriers(STAGES)
-    grad_out_full = barriers(STAGES_GRAD_OUT)
-    grad_out_empty = barriers(STAGES_GRAD_OUT)
-    grad_q_full = barriers(WRITERS)
-    grad_q_empty = barrier()
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(k_empty, count=2)
-    mbarrier.init(v_empty, count=2)
-    mbarrier.init(staged, count=2)
-    mbarrier.init(passed, count=1)
-    for slot in gl.static_range(2):
-        mbarrier.init(work_full.index(slot), count=1)
-        mbarrier.init(work_empty.index(slot), count=2 + WRITERS)
-    mbarrier.init(grad_scores_full, count=2)
-    for b in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(b), count=1)
-        mbarrier.init(q_empty.index(b), count=2)
-    for b in gl.static_range(STAGES_GRAD_OUT):
-        mbarrier.init(grad_out_full.index(b), count=1)
-        mbarrier.init(grad_out_empty.index(b), count=2)
-    for b in gl.static_range(WRITERS):
-        mbarrier.init(grad_q_full.index(b), count=2)
-    mbarrier.init(grad_q_empty, count=1)
-    fence_async_shared()
+    numbers_s = counting(BLOCK_Q)
+    carrier_s = room(grad_k_desc, 1) if D == 128 else None
     shared = Shared(
+        ring((q_desc,), STAGES, 2, lse_desc),
+        ring((grad_out_desc,), STAGES_GRAD_OUT, 2, delta_desc),
+        ring((k_desc,), 2, 2),
+        ring((v_desc,), 2, 1),
         grad_k_desc,
         grad_v_desc,
-        q_s,
-        grad_out_s,
-        k_s,
-        v_s,
-        lse_s,
-        delta_s,
-        grad_scores_s,
-        grad_q_s,
+        gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], TILE),
+        room(dq_accum_desc, 2),
         numbers_s,
-        staged_s,
-        k_full,
-        v_full,
-        k_empty,
-        v_empty,
-        q_full,
-        q_empty,
-        grad_out_full,
-        grad_out_empty,
-        grad_scores_full,
-        grad_q_full,
-        grad_q_empty,
-        staged,
-        passed,
-        work_s,
-        work_full,
-        work_empty,
+        carrier_s,
+        barriers(1, 2).index(0),
+        barriers(WRITERS, 2),
+        barriers(1, 1).index(0),
+        barriers(1, 2).index(0),
+        # Nobody arrives here: whoever waits for the phase before the first passes.
+        barriers(1, 1).index(0),
+        queue(2 + WRITERS),
+        dq_accum_desc,
+        dq_semaphore_ptr,
+        tile_counter_ptr,
         num_heads,
         num_heads_total,
         num_queries,
         num_keys,
-        scale_log2,
+        padded_queries,
         heads_in_flight,
         num_work_tiles,
-        q_desc,
-        grad_out_desc,
-        k_desc,
-        v_desc,
-        lse_desc,
-        delta_desc,
-        tile_counter_ptr,
-        padded_queries,
-        dq_accum_desc,
-        dq_semaphore_ptr,
+        scale_log2,
         BLOCK_Q,
         D,
-        STAGES,
-        STAGES_GRAD_OUT,
         CAUSAL,
         EVEN_K,
     )
+    fence_async_shared()
     gl.warp_specialize(
         [
             (_consumer, (shared, 0)),
@@ -769,10 +596,6 @@ def hopper_bwd_convert_kernel(
     tl.store(
         to, (total * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows < num_queries)[:, None]
     )
-
-
-def _dq_accum_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def _tiles_each(
@@ -861,52 +684,48 @@ def plan(
     num_batches, num_heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]
     num_heads_total = num_batches * num_heads
-    tiles = SINGLE[head_dim]
-    block_q = tiles["BLOCK_Q"]
+    block_q = SINGLE[head_dim]["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
-    # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see
-    # no key.
-    dq_accum_shape, sees_none = (
-        (num_heads_total * num_tiles * 32, 256),
-        causal and num_queries > num_keys,
-    )
     num_work_tiles = -(-num_keys // BLOCK_K.value) * num_heads_total
     programs = num_multiprocessors(device_index)
+    # Two parts of 64 × 64 a tile, each 16 rows of 256.
+    dq_accum_shape = (num_heads_total * num_tiles * 32, 256)
+    # No program adds to a tile whose queries see no key.
+    empty = torch.zeros if causal and num_queries > num_keys else torch.empty
     statistics = rows_of(num_heads_total * padded_queries, block_q)
-    inner, own = ((q, block_q), (grad_out, block_q)), ((x, ROWS) for x in (k, v, *grads[1:]))
+    halves = described_as(dq_accum_shape, (256, 1), torch.float32, (16, 256), fp32_layout(2))
+    _, grad_k, grad_v = grads
     described = [
-        *((n, tiles_of(*each)) for n, each in enumerate((*inner, *own))),
-        (6, statistics),
-        (7, statistics),
+        *(tiles_of(x, block_q, 0)[:1] for x in (q, grad_out)),
+        *(tiles_of(x, ROWS, 0)[:1] for x in (k, v, grad_k, grad_v)),
+        *((rows,) for rows in (statistics, statistics, halves)),
     ]
-    described.append(
-        (8, described_as(dq_accum_shape, (256, 1), torch.float32, (16, 256), _dq_accum_layout()))
-    )
     turns = heads_in_flight(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
     lengths = (num_heads, num_heads_total, num_queries, num_keys, padded_queries)
     constants = {
         "D": head_dim,
         "CAUSAL": causal,
         "EVEN_K": causal or num_keys % BLOCK_K.value == 0,
-        **tiles,
+        **SINGLE[head_dim],
     }
-    numbers, grid = (
-        (*lengths, turns, num_work_tiles, scale * LOG2_E),
+    launch = tile_launch(
+        hopper_bwd_single_kernel,
         (min(num_work_tiles, programs),),
-    )
-    launch = TileLaunch(hopper_bwd_single_kernel, grid, described, numbers, constants, 2)
-    numbers, constants = (
-        (*grads[0].strides[:3], num_queries, num_tiles, scale),
-        {"D": head_dim, "BLOCK_Q": block_q},
+        described,
+        (*lengths, turns, num_work_tiles, scale * LOG2_E),
+        constants,
+        2,
     )
     convert = Launch(
-        hopper_bwd_convert_kernel, (num_tiles * 2, num_heads, num_batches), constants, numbers
+        hopper_bwd_convert_kernel,
+        (num_tiles * 2, num_heads, num_batches),
+        {"D": head_dim, "BLOCK_Q": block_q},
+        (*grads[0].strides[:3], num_queries, num_tiles, scale),
     )
 
     def run(inputs, statistics, grads, _) -> None:
         q, k, v, grad_out = inputs
         grad_q, grad_k, grad_v = grads
-        empty = torch.zeros if sees_none else torch.empty
         dq_accum = empty(dq_accum_shape, dtype=torch.float32, device=q.device)
         # The counter of work tiles, alone on its 16 bytes; then how far each of them has come.
         num_counters = 4 + num_work_tiles * WRITERS.value

@@ -1,14 +1,16 @@
-"""What the Gluon kernels for Hopper share: the layouts and descriptors of their tiles, the
-registers of their warps.
+"""What the Gluon kernels for Hopper share: tiles in shared memory and who waits for whom, products
+of tiles, the descriptors that a launch takes.
+
+A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each with
+its descriptors, tiles, products and accumulators: what has columns is a tuple of its parts, of one
+part where there is no tail.
 
 Gluon is experimental and its interface moves between releases of Triton: the names that moved are
 settled here, and `not_loading` of choice.py says whether the kernels load with the installed
 one.
 """
 
-import copy
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 
@@ -16,12 +18,18 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.launch import Launch, is_hooked, unhooked
+from labkit.kernels.launch import Launch
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -65,8 +73,6 @@ START_REGISTERS = {2: 168, 3: 128}
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-MOST_MAPS = 16384  # kept for a launch
-
 
 def launch_options(consumers: int) -> dict[str, int]:
     """Returns the options of a launch, with what its kernel takes as REGISTERS."""
@@ -86,15 +92,221 @@ def product_layout(columns):
 
 
 @gluon.jit
-def barrier():
-    """Room for a barrier, which has yet to be initialised."""
-    return gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+def to_low(x, DTYPE: gl.constexpr):
+    """x in 16 bits, two values by one instruction; Triton's own conversion takes three for them."""
+    if DTYPE == gl.bfloat16:
+        low = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        low = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return low
 
 
 @gluon.jit
-def barriers(NUM: gl.constexpr):
-    """Room for so many barriers, which have yet to be initialised."""
-    return gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """So many barriers, whose phases end when so many have arrived."""
+    found = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(found.index(i), count=COUNT)
+    return found
+
+
+@gluon.jit
+def parts(desc, tail_desc):
+    """The descriptors of a tensor's columns: those of the first 64 or 128, and of the tail if there
+    is one.
+    """
+    if tail_desc is None:
+        return (desc,)
+    else:
+        return (desc, tail_desc)
+
+
+@shared_by_warps
+class Ring:
+    """Tiles in shared memory, each a tuple of its parts, used in turn.
+
+    One warp loads the tiles j = 0, 1, …, each once its place is empty; whoever reads one waits for
+    it and releases it. With a tile come the statistics of its rows if there are any.
+    """
+
+    descs: Value
+    tiles: Value
+    row_desc: Value
+    rows: Value
+    full: Value
+    empty: Value
+    NUM: Value
+
+    @gluon.jit
+    def load(self, j, batch, head, row, row_total=0):
+        """`row_total`: the row's number among those of all heads, where its statistics are."""
+        NBYTES: gl.constexpr = (
+            self.descs[0].block_type.nbytes
+            + (self.descs[1].block_type.nbytes if len(self.descs) == 2 else 0)
+            + (0 if self.row_desc is None else self.row_desc.block_type.nbytes)
+        )
+        place = j % self.NUM
+        full = self.full.index(place)
+        mbarrier.wait(self.empty.index(place), ((j // self.NUM) & 1) ^ 1)
+        mbarrier.expect(full, NBYTES)
+        for i in gl.static_range(len(self.descs)):
+            tile = self.tiles[i].index(place)
+            async_load(self.descs[i], [batch, head, row, i * 64], full, tile)
+        if self.row_desc is not None:
+            async_load(self.row_desc, [row_total], full, self.rows.index(place))
+
+    @gluon.jit
+    def wait(self, j):
+        mbarrier.wait(self.full.index(j % self.NUM), (j // self.NUM) & 1)
+
+    @gluon.jit
+    def release(self, j, pred=True):
+        mbarrier.arrive(self.empty.index(j % self.NUM), count=1, pred=pred)
+
+    @gluon.jit
+    def at(self, place):
+        """The tile in a place, as (rows, columns)."""
+        return [part.index(place).reshape([part.shape[3], part.shape[4]]) for part in self.tiles]
+
+    @gluon.jit
+    def tile(self, j):
+        return self.at(j % self.NUM)
+
+    @gluon.jit
+    def store(self, j, descs, batch, head, row):
+        """Starts to write what has been put into a tile to rows of another tensor; those past its
+        end are left out.
+        """
+        fence_async_shared()
+        for i in gl.static_range(len(descs)):
+            tile = self.tiles[i].index(j % self.NUM)
+            async_store(descs[i], [batch, head, row, i * 64], tile)
+
+
+@gluon.jit
+def room(desc, NUM: gl.constexpr):
+    """Shared memory for so many tiles."""
+    shape: gl.constexpr = [NUM] + desc.block_type.shape  # noqa: RUF005 (no such syntax in kernels)
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def ring(descs, NUM: gl.constexpr, READERS: gl.constexpr, row_desc=None):
+    """An empty `Ring` with room for so many tiles, each released by so many readers."""
+    tiles = [room(desc, NUM) for desc in descs]
+    rows = None
+    if row_desc is not None:
+        rows = room(row_desc, NUM)
+    full = barriers(NUM, 1)
+    empty = barriers(NUM, READERS)
+    return Ring(descs, tiles, row_desc, rows, full, empty, NUM)
+
+
+@gluon.jit
+def accumulator(COLUMNS: gl.constexpr):
+    """Zeros for 64 rows of a product with so many columns."""
+    return gl.zeros([64, COLUMNS], gl.float32, layout=product_layout(COLUMNS))
+
+
+@gluon.jit
+def accumulators(tile):
+    """Zeros for 64 rows of a product with as many columns as the tile."""
+    return [accumulator(gl.constexpr(part.shape[1])) for part in tile]
+
+
+@gluon.jit
+def times_transposed(a, b, registers):
+    """A Bᵀ, a sum over the columns of both, in flight in registers whose values are no longer of
+    use.
+    """
+    product = warpgroup_mma(a[0], b[0].permute((1, 0)), registers, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(a)):
+        product = warpgroup_mma(a[i], b[i].permute((1, 0)), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def plus_product(a, b, acc, use_acc=True):
+    """acc + A B, in flight, with the columns of B; A is no tuple. Without `use_acc` just A B."""
+    first = warpgroup_mma(a, b[0], acc[0], use_acc=use_acc, is_async=True)
+    if len(b) == 1:
+        return (first,)
+    else:
+        return (first, warpgroup_mma(a, b[1], acc[1], use_acc=use_acc, is_async=True))
+
+
+@gluon.jit
+def finished(acc, LATER: gl.constexpr):
+    """Accumulators whose products are done, while so many later ones are in flight."""
+    if len(acc) == 1:
+        return (warpgroup_mma_wait(LATER, deps=acc),)
+    else:
+        return warpgroup_mma_wait(LATER, deps=acc)
+
+
+@gluon.jit
+def put(acc, tile):
+    """Writes accumulators to a tile."""
+    for i in gl.static_range(len(tile)):
+        tile[i].store(to_low(acc[i], tile[i].dtype))
+
+
+@gluon.jit
+def counting(NUM: gl.constexpr):
+    """The numbers from 0 on in shared memory, for masks: as constants they would stay in registers
+    through a loop.
+    """
+    numbers = gl.allocate_shared_memory(
+        gl.int32, [NUM], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    )
+    numbers.store(gl.arange(0, NUM, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    return numbers
+
+
+@shared_by_warps
+class Queue:
+    """Numbers of work tiles, which one warp takes from a counter and hands to the others, one a
+    turn, through two slots.
+    """
+
+    numbers: Value
+    full: Value
+    empty: Value
+
+    @gluon.jit
+    def hand(self, turn, number):
+        mbarrier.wait(self.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        self.numbers.index(turn & 1).store(
+            gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        )
+        mbarrier.arrive(self.full.index(turn & 1), count=1)
+
+    @gluon.jit
+    def await_number(self, turn):
+        mbarrier.wait(self.full.index(turn & 1), (turn >> 1) & 1)
+        return self.number(turn)
+
+    @gluon.jit
+    def number(self, turn):
+        """This turn's number, which has been awaited."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.max(self.numbers.index(turn & 1).load(layout), 0)
+
+    @gluon.jit
+    def release(self, turn):
+        mbarrier.arrive(self.empty.index(turn & 1), count=1)
+
+
+@gluon.jit
+def queue(READERS: gl.constexpr):
+    numbers = gl.allocate_shared_memory(
+        gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
+    return Queue(numbers, barriers(2, 1), barriers(2, READERS))
 
 
 @gluon.jit
@@ -110,50 +322,17 @@ def decode_tile(index, num_tiles, num_heads, section):
     return first + place % width, place // width
 
 
-@gluon.jit
-def hand_number(number, turn, number_s, full):
-    """Hands this turn's number on; turns have two slots, and whoever hands on awaits that the slot
-    is empty.
-    """
-    number_s.index(turn & 1).store(
-        gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    )
-    mbarrier.arrive(full.index(turn & 1), count=1)
-
-
-@gluon.jit
-def handed_number(turn, number_s):
-    """This turn's number, which has been awaited."""
-    return gl.max(
-        number_s.index(turn & 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0
-    )
-
-
-@gluon.jit
-def await_number(turn, number_s, full):
-    """This turn's number, once it is there."""
-    mbarrier.wait(full.index(turn & 1), (turn >> 1) & 1)
-    return handed_number(turn, number_s)
+@functools.cache
+def tile_layout(num_columns: int) -> gl.NVMMASharedLayout:
+    """The layout of tiles of 16-bit numbers; 128 columns lie as two times 64."""
+    swizzle = min(128, 2 * num_columns)
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
 
 
 @functools.cache
-def tile_layout() -> gl.NVMMASharedLayout:
-    """The layout of 64 or 128 columns."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
-@functools.cache
-def tail_layout(tail: int) -> gl.NVMMASharedLayout:
-    """The layout of the last columns of a head dimension that is no power of two: 16 or 32 of
-    them.
-    """
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * tail, element_bitwidth=16, rank=4)
-
-
-@functools.cache
-def row_layout() -> gl.NVMMASharedLayout:
-    """The layout of a row of fp32 statistics."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+def fp32_layout(rank: int) -> gl.NVMMASharedLayout:
+    """The layout of fp32 statistics and sums: one after the other."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
 def described_as(
@@ -171,90 +350,54 @@ def described_as(
     )
 
 
-def tiles_of(x_BHSD: Layout, num_rows: int) -> TensorDescriptor:
-    """Describes tiles of (1, 1, num_rows, 64 or 128) that never cross into the next head."""
-    block = (1, 1, num_rows, 128 if x_BHSD.shape[-1] == 128 else 64)
-    return described_as(x_BHSD.shape, x_BHSD.strides, x_BHSD.dtype, block, tile_layout())
+def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
+    """Describes tiles of (1, 1, num_rows, 64 or 128) that never cross into the next head, and of a
+    tail, (1, 1, num_rows, tail) of the columns from 64 on, zeros past the head dimension.
 
-
-def with_tails(
-    tensors: list[tuple[Layout, int]], tail: int
-) -> list[tuple[int, TensorDescriptor | None]]:
-    """Describes tiles of so many rows of each tensor, by its number, each time followed by those of
-    its tail.
-
-    Those are (1, 1, num_rows, tail) of the columns from 64 on, zeros past the head dimension; None
-    without a tail.
+    None where there is no tail, or no tensor.
     """
-    found = []
-    for number, (x, num_rows) in enumerate(tensors):
-        block, layout = (1, 1, num_rows, tail), tail_layout(tail) if tail else None
-        found.append((number, tiles_of(x, num_rows)))
-        found.append(
-            (number, described_as(x.shape, x.strides, x.dtype, block, layout) if tail else None)
-        )
-    return found
+    if x_BHSD is None:
+        return None, None
+    shape, strides, dtype, _ = x_BHSD
+
+    def described(num_columns: int) -> TensorDescriptor:
+        block = (1, 1, num_rows, num_columns)
+        return described_as(shape, strides, dtype, block, tile_layout(num_columns))
+
+    return described(64 if tail else shape[-1]), described(tail) if tail else None
 
 
 def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
     """Describes runs of num_rows row statistics, of all heads one after another."""
-    return described_as((num_elements,), (1,), torch.float32, (num_rows,), row_layout())
+    return described_as((num_elements,), (1,), torch.float32, (num_rows,), fp32_layout(1))
 
 
-class TileLaunch:
-    """The launch of a kernel whose first parameters are tiles: it is called with the tensors, then
-    with what follows.
+def tile_launch(
+    kernel,
+    grid: tuple[int, ...],
+    tiles: list[tuple],
+    numbers: tuple,
+    constants: dict,
+    consumers: int,
+) -> Callable[..., None]:
+    """Returns what launches a kernel whose first parameters are tiles: run(tensors, *others).
 
-    Triton describes tiles to the device by tensor maps, up to 14 of them, and encodes each anew in
-    every call. With the layout fixed a map depends on the address alone, so those of the addresses
-    seen are kept.
+    `tiles`: of each of those tensors, the descriptions that the kernel takes.
     """
+    launch = Launch(kernel, grid, constants | launch_options(consumers), numbers)
 
-    def __init__(
-        self,
-        kernel,
-        grid: tuple[int, ...],
-        tiles: list,
-        numbers: tuple,
-        constants: dict,
-        consumers: int,
-    ):
-        """`tiles`: which of a call's tensors each parameter is of, and its description, None where
-        it is left out.
-        """
-        self.launch, self.tiles = (
-            Launch(kernel, grid, constants | launch_options(consumers), numbers),
-            tiles,
-        )
-        self.run: Callable[..., None] | None = None
-        self.encode: Callable[[int, TensorDescriptor], list] | None = None
-        self.maps: dict[tuple[int, int], list] = {}
+    def run(tensors: Sequence[Tensor], *others) -> None:
+        placed = [
+            _placed(description, x)
+            for x, descriptions in zip(tensors, tiles, strict=True)
+            for description in descriptions
+        ]
+        launch(*placed, *others)
 
-    def __call__(self, tensors: Sequence[Tensor], *others) -> None:
-        if self.encode is None or is_hooked():
-            self.launch(*(_of(tiles, tensors[which]) for which, tiles in self.tiles), *others)
-            if self.launch.compiled is not None and self.run is None:
-                self.run, self.encode = _mapped(self.launch)
-            return
-        addresses, arguments, place = [x.data_ptr() for x in tensors], [], 0
-        for which, tiles in self.tiles:
-            if tiles is None:
-                arguments.append(None)
-                continue
-            arguments += self.maps.get((place, addresses[which])) or self._map(
-                place, _of(tiles, tensors[which])
-            )
-            place += 1
-        self.run(*arguments, *others, *self.launch.last)
-
-    def _map(self, place: int, tiles: TensorDescriptor) -> list:
-        if len(self.maps) >= MOST_MAPS:
-            self.maps.clear()
-        found = self.maps[place, tiles.base.data_ptr()] = self.encode(place, tiles)
-        return found
+    return run
 
 
-def _of(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
+def _placed(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
     """Returns these tiles of a tensor that starts on a 16-byte boundary; Triton's checks take
     longer than a launch.
     """
@@ -263,44 +406,3 @@ def _of(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(tiles.__dict__, base=x)
     return descriptor
-
-
-def _mapped(
-    launch: Launch,
-) -> tuple[Callable[..., None], Callable[[int, TensorDescriptor], list] | None]:
-    """Returns what runs a compiled kernel on encoded tiles, and what encodes them, by their place
-    among all.
-
-    The second is None where Triton does so elsewhere than in its releases 3.6 to 3.9.
-    """
-    run = launch.compiled.run
-    try:
-        names = inspect.getclosurevars(run.launch)
-        names = {**names.globals, **names.nonlocals}
-        launcher, encode, facts = (
-            names[x] for x in ("launcher", "make_tensordesc_arg", "tensordesc_meta")
-        )
-        unused = (None,) * (encode.__code__.co_argcount - 2)
-    except (AttributeError, KeyError, TypeError):
-        return launch.run, None
-    if not facts or None in facts:
-        return launch.run, None
-    plain = copy.copy(run)
-    plain.launch = launcher
-    return unhooked(launch.compiled, launch.grid, plain), lambda number, tiles: encode(
-        tiles, facts[number], *unused
-    )
-
-
-@gluon.jit
-def to_low(x, DTYPE: gl.constexpr):
-    """x in 16 bits, two values by one instruction; Triton's own conversion takes three for them."""
-    if DTYPE == gl.bfloat16:
-        low = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        low = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
-        )
-    return low
