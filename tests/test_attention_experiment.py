@@ -54,12 +54,6 @@ def test_full_is_the_published_grid_in_every_series():
             assert theirs <= {(call["d_head"], call["length"]) for call in own}
 
 
-def test_a_masked_case_has_its_unmasked_one():
-    every, masked = full("attention"), full("masked")
-    assert len(masked) == 12 and {one.pop("causal") for one in masked} == {True}
-    assert all(one in every for one in masked)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("impl", KINDS)
 def test_a_case_gives_times_bytes_and_errors_under_its_own_label(impl, precision):
@@ -103,11 +97,6 @@ def test_a_label_that_is_not_what_ran_is_refused():
 def test_what_cannot_run_here_is_skipped_with_its_reason(impl, precision, reason):
     with pytest.raises(Skip, match=reason):
         measure(case(impl=impl, precision=precision))
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="implementation 'magic'; accepted: eager, compiled"):
-        AttentionCall(CPU, parameters(impl="magic"))
 
 
 def test_a_compiled_transformers_case_is_a_training_steps_backward_pass():

@@ -4,7 +4,6 @@ nothing else.
 
 import statistics
 import time
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -43,18 +42,6 @@ def parameters(precision="fp32", compile="none") -> dict:
 
 def steps(*phases: str, **case) -> Case:
     return Case("steps", parameters(**case), phases, 60.0, 0.05)
-
-
-def test_the_full_grid_is_every_size_context_and_precision():
-    found = cases("full", "cuda")
-    counts = Counter(case.section for case in found)
-    # Sizes; contexts in fp32 and in bf16, TF32 at one.
-    assert (counts["steps"], counts["ceilings"]) == (6 * (5 + 5 + 1), 4)
-    assert all(len(case.phases) == 1 for case in in_section(found, "warmup"))
-    # Its later phases would compile outside of any timing if the first had failed.
-    assert all(case.stop_at_failure for case in in_section(found, "compile"))
-    narrowed = cases("full", "cuda", sizes=["small", "2.7b"], contexts=[512, 2048])
-    assert {case.parameters["size"] for case in in_section(narrowed, "steps")} == {"small", "2.7b"}
 
 
 CHANGES = {

@@ -10,7 +10,7 @@ from labkit.report import facts, verdicts
 from labkit.report.chapter import Chapter
 from labkit.report.facts import Fact, Quantity, compare, compare_all, compare_rows, measured
 from labkit.report.facts import sentence as said
-from labkit.report.frame import by_way, cell, only
+from labkit.report.frame import cell, only
 from labkit.report.text import span
 
 BASE = {"precision": "fp32"}
@@ -189,15 +189,3 @@ def test_growth_fits_share_agreement_and_published_values():
     fact = facts.above_ours(beside)
     assert (fact["total"].value, fact["above"].value) == (2, 1)
     assert facts.above_ours(facts.beside(theirs, pd.DataFrame(), ["size"])).missing
-
-
-def test_ways_make_columns_and_a_way_of_several_rows_is_refused():
-    rows = pd.DataFrame([row(), row("bf16", 5.0), row("bf16", 6.0, size="small")])
-    table = by_way(rows, "size", {"fp32": BASE, "bf16": OTHER})
-    assert table.to_dict("list") == {
-        "size": ["small (129 M)", "2.7b (3.4 B)"],
-        "fp32": ["–", "10.0"],
-        "bf16": ["6.00", "5.00"],
-    }
-    with pytest.raises(ValueError, match="'all' names 2 rows"):
-        by_way(rows, "size", {"all": {}})

@@ -8,7 +8,7 @@ import pytest
 
 from labkit.experiments import sections
 from labkit.measure import host, timing
-from labkit.measure.host import NUM_CALLS, PROBES, probe, unavailable
+from labkit.measure.host import NUM_CALLS, PROBES, probe
 
 
 def test_a_probe_is_the_time_of_one_call():
@@ -51,13 +51,6 @@ def test_a_call_of_a_gpu_is_recorded_with_what_an_operator_took_beside_it(
     device = types.SimpleNamespace(kind=kind)
     timed = sections.timed(device, lambda: timing.Timing((1.0,), method, 0, "fixed count"))
     assert timed.measured({}, {}).metrics.get("operator_us") == expected
-
-
-def test_what_cannot_be_taken_says_why(monkeypatch):
-    assert unavailable("triton_launch", "cpu") == "Triton launches on CUDA only; this is cpu"
-    assert unavailable("triton_launch", "cuda") is None and unavailable("operator", "cpu") is None
-    monkeypatch.setattr(host, "triton", None)
-    assert unavailable("triton_launch", "cuda") == "Triton is not installed"
 
 
 @pytest.mark.gpu

@@ -126,16 +126,6 @@ def test_a_deadline_ends_ranks_that_never_communicate(left, monkeypatch):
     assert caught.value.summary.endswith("Timeout (0:00:06)!") and not left()
 
 
-def test_what_goes_wrong_before_the_function_begins_is_said(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("labkit.parallel.launch.GRACE_S", 6)
-    message = r"rank 0 of 2 failed first \(no end in 0\.1 s\)(\n.*)*torch\.py"
-    with pytest.raises(RankError, match=message) as caught:
-        launch(launch_ranks.wait_for, 2, "/nowhere", device="cpu", timeout_s=0.1)
-    assert caught.value.finished == [[], []]
-
-
 @pytest.mark.parametrize(
     ("function", "nproc", "options", "message"),
     [

@@ -26,9 +26,7 @@ from labkit.measure.memory import (
     pair_events,
     read_history,
     residuals,
-    saved_bytes,
 )
-from labkit.models.transformer import RMSNorm
 from labkit.records import RecordStore, newest
 
 MIB = 2**20
@@ -150,14 +148,6 @@ def test_a_snapshot_that_pytorch_dumps_is_read(tmp_path):
 
 
 def test_residuals_know_their_operator_and_their_module():
-    norm, x = RMSNorm(8), torch.randn(2, 3, 8, requires_grad=True)
-    kept, _ = residuals(lambda: norm(x), norm, list(norm.parameters()), is_compiled=False)
-    assert [residual.operator for residual in kept] == ["pow", "rsqrt", "mul", "mul", "mul", "mul"]
-    assert sum(residual.is_new for residual in kept) == 4
-    assert sum(residual.is_resident for residual in kept) == 1
-    # The input, its normalised value, one number a token.
-    assert saved_bytes(kept) == 4 * (2 * 48 + 6)
-
     model, x = Small(), torch.randn(16, 32, requires_grad=True)
     kept, out = residuals(lambda: model(x), model, list(model.parameters()), is_compiled=False)
     assert [(r.operator, r.module, r.is_resident) for r in kept] == [
@@ -279,25 +269,15 @@ class Payload:
         return self.call
 
 
-def hostile(path: str) -> dict[str, bytes]:
-    """Returns pickles that would make the folder `path`, by every way that a pickle has of naming
-    code.
-    """
-    name = path.encode()
-    text = b"\x8c" + bytes([len(name)]) + name
-    payload = Payload(os.mkdir, path)
-    return {
+def test_nothing_in_a_hostile_file_runs(tmp_path):
+    canary, path = tmp_path / "canary", tmp_path / "snapshot.pickle"
+    payload, name = Payload(os.mkdir, str(canary)), str(canary).encode()
+    contents = {
         "reduce": pickle.dumps(payload),
         "old global": b"cos\nmkdir\n(S'" + name + b"'\ntR.",
         "inst": b"(S'" + name + b"'\nios\nmkdir\n.",
-        "stack global": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + text + b"\x85R.",
         "deep": pickle.dumps({"segments": [{"blocks": [payload]}], "device_traces": []}),
     }
-
-
-def test_nothing_in_a_hostile_file_runs(tmp_path):
-    canary, path = tmp_path / "canary", tmp_path / "snapshot.pickle"
-    contents = hostile(str(canary))
     for name, content in contents.items():
         path.write_bytes(content)
         with pytest.raises(

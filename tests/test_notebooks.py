@@ -135,14 +135,6 @@ def test_what_a_chapter_cannot_do_is_one_short_line(tmp_path, changes, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_lists_are_taken_as_plain_papermill_hands_them_over():
-    texts = {"sizes": "nano,micro", "contexts": 32}
-    lists = {"sizes": ["nano", "micro"], "contexts": [32]}
-    narrowed = notebooks.narrowing("01_benchmarking", "smoke", texts)
-    assert narrowed == notebooks.narrowing("01_benchmarking", "smoke", lists) == lists
-    assert notebooks.narrowing("01_benchmarking", "smoke", {"sizes": "[]", "contexts": []}) == {}
-
-
 REFUSED = "import sys; from labkit.configs import RequestError; raise RequestError(sys.executable)"
 
 

@@ -133,16 +133,6 @@ def test_other_line_ends_and_a_missing_last_one_cost_no_record(store, capsys):
     assert store.load() == PHASES
 
 
-def test_two_writers_without_a_lock_keep_their_records_apart(store):
-    writers = {"a": store, "b": RecordStore(store.path)}
-    written = []
-    for number in range(6):
-        session = "ab"[number % 2]
-        record = make_record(phase=f"{number}", session=session, machine=session)
-        written += append(writers[session], record)
-    assert store.load() == written
-
-
 def test_older_files_are_read(store):
     """Of the first version every record stands in full; at first, a record of the second one was of
     the session above it.

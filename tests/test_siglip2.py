@@ -269,34 +269,3 @@ def trained(impl: str) -> list[bool]:
 def test_training_drops_what_a_seed_says(impl, interpreted):
     assert trained(impl) == [True, False, False]
     assert impl == "eager" or interpreted(trained, impl) == [True, False, False]
-
-
-def kept_elements(recomputed: int) -> tuple[int, int]:
-    """Returns the elements of activations that a forward in training keeps, and how many there are
-    to be.
-
-    Of a layer: two sums, q, k and v, the attention output, the hidden layer, four statistics and a
-    log-sum-exp a head.
-    """
-    model, (patches_MK, grids_I2) = build("fused", recomputed=recomputed).train(), batch()
-    packing = model.pack(grids_I2)
-    resident = (patches_MK, *model.parameters(), *packing[:2])
-    known = {x.untyped_storage().data_ptr() for x in resident}
-    kept = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model(patches_MK, packing)
-    elements = sum(x.nbytes() // 4 for address, x in kept.items() if address not in known)
-    width = 6 * TINY.d_model + TINY.num_heads + 4
-    layers = TINY.num_layers * width + (TINY.num_layers - recomputed) * TINY.d_ff
-    seeds = 2 * TINY.num_layers
-    return elements, len(patches_MK) * (layers + TINY.d_model + 2) + seeds
-
-
-def test_backward_is_left_nothing_that_it_computes_again(interpreted):
-    kept, expected = interpreted(kept_elements, 1)
-    assert kept == expected

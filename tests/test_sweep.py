@@ -186,13 +186,6 @@ def test_stop_at_failure_skips_what_comes_after_and_the_session_counts(output, l
     assert "steps: 2 error, 6 ok, 4 skipped\n" in capsys.readouterr().out
 
 
-def test_the_timeout_is_of_one_phase_not_of_the_case(output, log):
-    run(output, [make_case("patient", log, "long", timeout_s=2.0)])
-    assert outcome(output, "patient") == ALL_OK
-    noted = [step["time_s"] for step in taken(log)]
-    assert noted[-1] - noted[0] + 0.8 > 2.0
-
-
 def test_fresh_process_gets_a_worker_that_has_done_nothing_also_after_a_declined_phase(output, log):
     plan = [
         make_case("a", log),
@@ -443,10 +436,6 @@ def test_the_lock_lies_in_a_folder_of_this_user_alone(lock, tmp_path, monkeypatc
         assert (own / "labkit-cpu.lock").exists() and own.stat().st_mode & 0o777 == 0o700
     refused = r"labkit-\d+ is not a folder of this user alone; remove it, or set XDG"
     own.chmod(0o777)
-    with pytest.raises(configs.RequestError, match=refused):
-        lock().__enter__()
-    own.rename(tmp_path / "moved")
-    own.symlink_to(tmp_path / "moved")
     with pytest.raises(configs.RequestError, match=refused):
         lock().__enter__()
     assert victim.read_text() == "precious"

@@ -232,18 +232,6 @@ def test_rms_norm_of_16_bits_is_its_formula_rounded_once(scale):
     assert norm(x).dtype == torch.bfloat16 and relative.max().item() <= bound
 
 
-@pytest.mark.parametrize("impl", MODEL_IMPLS)
-def test_a_model_made_on_the_meta_device_is_filled_by_a_state(impl):
-    """The tables of the rotation are in no state: they are made again."""
-    tokens = draw_tokens(2, 9)
-    whole, bare = build(impl=impl), TransformerLM(TINY, max_context=40, impl=impl, device="meta")
-    assert bare(tokens.to("meta")).shape == whole(tokens).shape
-    bare(tokens.to("meta"), tokens.to("meta")).backward()
-    filled = bare.to_empty(device="cpu")
-    filled.load_state_dict(whole.state_dict())
-    assert torch.equal(filled(tokens), whole(tokens))
-
-
 def test_tables_keep_their_values_when_a_model_is_moved_to_another_dtype():
     # Made again from tables in bf16, positions beyond 256 could not be told apart.
     model = TransformerLM(TINY, max_context=300)
