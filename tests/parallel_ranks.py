@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from labkit.configs import ModelConfig
@@ -186,25 +185,6 @@ def check_a_clipped_gradient_has_the_norm_that_it_has_under_fully_shard():
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         norms.append([rank_step(model, optimizer, seed, clip=0.05) for seed in range(3)])
     assert norms[0] == norms[1]
-
-
-def check_buffers_are_rank_0s_as_in_torchs_wrapper():
-    rank = dist.get_rank()
-
-    def normalized():
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    for name, wrapper in WRAPPERS.items():
-        pair = [wrap(made(normalized, rank)) for wrap in (wrapper, DistributedDataParallel)]
-        means = [model.module[1].running_mean for model in pair]
-        for seed in range(3):
-            for model in pair:
-                model(rows(2 * seed + rank)).square().mean().backward()
-            pair[0].finish_gradient_synchronization()
-            assert torch.equal(*means), name
-        with torch.no_grad():
-            assert torch.equal(*(model.eval()(rows(99)) for model in pair)), name
-        assert torch.equal(*means), name
 
 
 class Readout(nn.Module):

@@ -94,18 +94,3 @@ def test_a_grid_is_narrowed_to_values_that_it_has(notebook, monkeypatch):
         value, message = REFUSED[option]
         with pytest.raises(RequestError, match=re.escape(message)):
             notebooks.narrowing(notebook, "full", {option: [smallest, value]})
-
-
-@pytest.mark.parametrize("notebook", GRIDS)
-def test_a_grid_that_is_not_narrowed_is_whole(notebook):
-    """Rivals and memory of notebook 06 have lengths and widths beside those that one can name."""
-    cases = experiment_of(notebook).cases
-    nothing = {option: [] for option in list(inspect.signature(cases).parameters)[2:]}
-    for profile in GRIDS[notebook]:
-        asked = notebooks.narrowing(notebook, profile, nothing)
-        assert cases(profile, "cuda", **asked) == cases(profile, "cuda")
-
-
-def test_a_size_may_be_given_by_its_alias():
-    narrowed = notebooks.narrowing("01_benchmarking", "full", {"sizes": ["xl-2026", "2.7b"]})
-    assert narrowed == {"sizes": ["2.7b"]}

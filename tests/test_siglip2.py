@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from test_vision_kernels import DTYPES, draw, poisoned_memory
+from kernel_operations import poisoned_memory
 from torch import Tensor
 
 from labkit.configs import SIGLIP2_SIZES
@@ -22,6 +22,13 @@ from labkit.models.siglip2 import IMPLS, Siglip2Encoder
 TINY = dataclasses.replace(SIGLIP2_SIZES["tiny"], d_model=48, d_ff=80)
 # Shorter and longer than the table of positions, one patch, a side of one, the table's own.
 GRIDS = ((3, 5), (1, 1), (4, 4), (7, 2), (1, 9), (6, 11))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def draw(*shape: int, seed: int = 1, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def is_interpreted() -> bool:
