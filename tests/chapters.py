@@ -1,9 +1,6 @@
 """What the tests of several chapters share."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,45 +60,18 @@ def finished(notebook: str, folder: Path) -> list[Record]:
     return recorded(notebook, folder)
 
 
-def run_smoke(notebook: str, output: Path, *parameters: str, **environment: str) -> Path:
-    """`labkit run` in the smoke profile without a GPU; returns the device's folder, whose report
-    names the notebook.
-    """
-    narrowed = [word for parameter in parameters for word in ("-p", parameter)]
-    command = [
-        sys.executable,
-        "-m",
-        "labkit",
-        "run",
-        notebook[:2],
-        "--profile",
-        "smoke",
-        "--output",
-        str(output),
-    ]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    result = subprocess.run(
-        [*command, *narrowed], capture_output=True, text=True, check=False, env=environment
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    (folder,) = output.iterdir()
-    assert notebooks.title(notebook) in (folder / "report.md").read_text(encoding="utf-8")
-    return folder
-
-
-def execute_smoke(notebook: str, output: Path, **environment: str):
-    """The notebook executed in the smoke profile without a GPU; returns the device's folder and
-    what it became.
+def execute_smoke(notebook: str, output: Path, **narrowed):
+    """The notebook executed in the smoke profile without a GPU, narrowed to these parameters;
+    returns the device's folder and what it became.
     """
     slug = f"cpu-{slugify(cpu_name())}"
+    values = {
+        "device": slug,
+        "measure": True,
+        "profile": "smoke",
+        "output": str(output),
+        "save_figures": True,
+    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"CUDA_VISIBLE_DEVICES": "", **environment}.items():
-            patch.setenv(name, value)
-        values = {
-            "device": slug,
-            "measure": True,
-            "profile": "smoke",
-            "output": str(output),
-            "save_figures": True,
-        }
-        return output / slug, notebooks.execute(notebook, values)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return output / slug, notebooks.execute(notebook, values | narrowed)

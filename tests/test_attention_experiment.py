@@ -99,14 +99,6 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(impl, precision, reason
         measure(case(impl=impl, precision=precision))
 
 
-def test_a_compiled_transformers_case_is_a_training_steps_backward_pass():
-    case = in_section(cases("full", "cuda"), "transformer")[0]
-    assert case.phases == ("backward",) and case.parameters["compile"] == "regional"
-    small = {**case.parameters, "size": "nano", "context": 32, "compile": "none"}
-    measured = measure(dataclasses.replace(case, parameters=small, time_limit_s=0.01))
-    assert measured["backward"].case == small and measured["backward"].metrics["median_ms"] > 0
-
-
 WRONG = {
     "forward": ("output", lambda right, factor: right * factor),
     # The value is right, its gradient is not.

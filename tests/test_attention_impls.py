@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from labkit.kernels import attention as module
 from labkit.kernels.attention import IMPLS, SDPA_BACKENDS, attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
 
@@ -120,12 +119,3 @@ def test_sdpa_is_refused_where_its_mask_is_another():
     for impl in ("sdpa", *SDPA_BACKENDS):
         with pytest.raises(ValueError, match="top left, which differs for 30 queries and 47 keys"):
             attention(q, k, v, causal=True, impl=impl)
-
-
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(6, 6), (4, 7), (7, 4)])
-def test_the_block_mask_is_aligned_to_the_bottom_right(num_queries, num_keys):
-    mask = module._causal_block_mask(num_queries, num_keys, torch.device("cpu"))
-    query, key = torch.arange(num_queries)[:, None], torch.arange(num_keys)[None]
-    seen = mask.mask_mod(0, 0, query, key)
-    assert torch.equal(seen, torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool())
-    assert module._causal_block_mask(num_queries, num_keys, torch.device("cpu")) is mask

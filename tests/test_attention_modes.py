@@ -27,7 +27,6 @@ from labkit.kernels import flash_attention as fa
 from labkit.kernels.flash_attention import flash_attention
 from labkit.kernels.flash_attention.op import check_lengths
 from labkit.kernels.flash_attention.qkv import flash_attention_qkv
-from labkit.kernels.flash_attention.tiled import TiledFlashAttention
 
 IMPLS = ["triton", "tiled"]
 
@@ -132,18 +131,6 @@ def test_lengths_on_a_gpu_are_read_unless_both_longest_are_given(monkeypatch):
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-@runs_interpreted
-def test_a_negation_that_is_left_undone_is_done():
-    """The tensor says that its memory holds the negative, which a kernel does not ask."""
-    q, k, grad_out = (draw(1, 2, 8, 16, seed=seed) for seed in range(3))
-    k.requires_grad_()
-    found = []
-    for negate in (torch._neg_view, torch.neg):
-        out = flash_attention(negate(q), k, k, impl="triton")
-        found.append(torch.autograd.grad(out, k, negate(grad_out))[0])
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 @runs_interpreted
 def test_forward_mode_is_refused(impl):
@@ -156,19 +143,6 @@ def test_forward_mode_is_refused(impl):
             with mode, pytest.raises(NotImplementedError, match="forward mode AD"):
                 attend(dual, k, k)
         assert torch.equal(attend(q, k, k), attend(q, k, k))
-
-
-@runs_interpreted
-def test_gradients_of_the_functions_have_no_gradient():
-    x = draw(1, 6, 8).requires_grad_()
-    cases = {
-        "flash_attention": (fa.FlashAttention.apply(x, x, x), x),
-        "TiledFlashAttention": (TiledFlashAttention.apply(x, x, x), x),
-    }
-    for name, (out, leaf) in cases.items():
-        (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
-        with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
-            grad.square().sum().backward()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -192,22 +166,6 @@ def test_a_projection_is_attention_of_its_parts(impl):
 
 
 # ---- transforms of functions ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@runs_interpreted
-def test_vmap_is_a_loop(impl):
-    q, k, v = (draw(2, 1, 1, 3, 4, seed=seed) for seed in range(3))
-    attend = functools.partial(flash_attention, causal=True, impl=impl)
-
-    def loss(q, k, v):
-        return attend(q, k, v).square().sum()
-
-    grads = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    alone = sum(loss(*each) for each in zip(*leaves, strict=True))
-    for x, y in zip(grads, torch.autograd.grad(alone, leaves), strict=True):
-        torch.testing.assert_close(x, y)
 
 
 # ---- the meta device -----------------------------------------------------------------------------

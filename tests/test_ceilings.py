@@ -11,9 +11,8 @@ from chapters import in_section, on_a_cpu
 from test_benchmarking import Clock, exactly, measure
 
 from labkit.experiments import benchmarking, ceilings, sections
-from labkit.experiments.benchmarking import cases, run_case
-from labkit.experiments.sweep import Case, Skip
-from labkit.measure.host import PROBES
+from labkit.experiments.benchmarking import cases
+from labkit.experiments.sweep import Case
 
 
 @pytest.fixture(autouse=True)
@@ -55,27 +54,6 @@ def test_a_ceiling_is_a_rate_in_bursts_and_sustained(small_ceilings):
         assert benchmarking.ceiling_rates(case, found) == exactly(rates)
         assert found.telemetry["sustained"]["no_energy"] == "no energy counter is read on cpu"
         assert not {"joules", "watts", "tflop_per_joule", "sm_clock_mhz"} & found.metrics.keys()
-
-
-def test_every_method_of_the_timer_gives_the_rate_of_a_known_kernel(small_ceilings):
-    for phase, found in measure(TIMER).items():
-        observed, unit, work = OF_COPY
-        assert (found.case, found.observed) == (TIMER.parameters, observed)
-        assert found.metrics[unit] == exactly(work / (found.metrics["median_ms"] * 1e-3))
-        assert found.timer["method"] == phase
-
-
-def test_the_host_is_measured_probe_by_probe_and_what_it_lacks_is_skipped():
-    for phase, run in run_case(Case("host", {}, PROBES, 60.0), {}):
-        if phase == "triton_launch":
-            with pytest.raises(Skip, match="Triton launches on CUDA only; this is cpu"):
-                run()
-        else:
-            result = run()
-            assert result.case == {} and result.timer["method"] == "host"
-            assert (
-                0 < result.metrics["median_ms"] < 10 and result.metrics["half_width_fraction"] >= 0
-            )
 
 
 def test_the_label_of_a_product_is_read_back_from_its_operands(small_ceilings, monkeypatch):

@@ -77,19 +77,6 @@ def test_a_grid_is_narrowed_in_its_own_order():
     }
 
 
-@pytest.mark.parametrize(
-    ("profile", "parameter", "value", "message"),
-    [
-        ("smoke", "sizes", "10b", 'accepted: nano, micro; set profile = "full"'),
-        ("full", "contexts", 100, "accepted: 128, 256, 512, 1024, 2048"),
-    ],
-)
-def test_what_a_profile_does_not_have_says_what_to_set(profile, parameter, value, message):
-    expected = f"{value!r} is not in profile {profile!r}; {message}"
-    with pytest.raises(RequestError, match=re.escape(expected)):
-        notebooks.narrowing("01_benchmarking", profile, {parameter: [value]})
-
-
 def test_the_profile_auto_is_left_to_the_device():
     profiles = [configs.chosen_profile(name, "full") for name in ("auto", "smoke")]
     assert profiles == ["full", "smoke"]

@@ -5,7 +5,6 @@ one more implementation.
 import dataclasses
 import functools
 import math
-import types
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from chapters import CPU, in_section, on_a_cpu
 
 from labkit.configs import PASSES
-from labkit.device import Device
 from labkit.experiments import contest, flash_attention, operations, sections, siglip2
 from labkit.experiments.contest import ContestCase
 from labkit.experiments.flash_attention import run_case
@@ -187,44 +185,26 @@ def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeyp
     assert ratio("in turn") is None
 
 
-def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monkeypatch):
-    """On CUDA graphs are tried first; what none can hold is timed beside the baseline, out of
-    memory ends it.
-    """
-    asked, replayed = [], ["flex"]
-    device = Device("cuda", "a GPU", "a-gpu")
-    operation = types.SimpleNamespace(device=device, call=lambda impl, name: lambda: impl)
-    error = RuntimeError("operation not permitted when stream is capturing")
+def test_what_no_graph_holds_is_timed_call_by_call_beside_the_baseline(monkeypatch):
+    replayed, error = {"ours", "flex"}, RuntimeError("not permitted when stream is capturing")
 
     def compare(calls, *, method, baseline, **_):
-        asked.append((method, tuple(calls)))
-        if method == "graph" and not set(calls) <= set(replayed):
+        if method == "graph" and not set(calls) <= replayed:
             raise error
         return contest.Comparison(dict.fromkeys(calls, method), baseline, {})
 
-    launch = {"launch_median_ms": 1.0, "host_median_ms": 2.0}
-    timing = types.SimpleNamespace(median_ms=3.0, metrics=lambda: launch)
+    def methods(*impls: str) -> dict[str, str]:
+        return contest._compared({impl: impl for impl in impls}, "ours", "cuda", 5).timings
+
     monkeypatch.setattr(contest, "compare", compare)
-    monkeypatch.setattr(contest.timer, "can_be_captured", lambda call: call() in replayed)
-    monkeypatch.setattr(contest, "time_once_ms", lambda *_: 1.0)
-    monkeypatch.setattr(contest, "time_callable", lambda *_, **__: timing)
-
-    def times(name: str, *impls: str, is_ranking: bool = False) -> dict[str, tuple]:
-        case = contest_case(*impls, is_ranking=is_ranking)
-        found = contest.time_in_turn(operation, case, name, impls, None)
-        return {impl: (timed.timing, metrics) for impl, (timed, metrics) in found.items()}
-
-    found = times("forward", "flex", "fa3")
-    assert asked[0] == ("graph", ("flex", "fa3")) and asked[2] == ("graph", ("flex",))
-    assert found == {"flex": ("graph", launch), "fa3": ("flush", launch)}
-    assert times("backward", "flex") == {"flex": ("graph", {})}
-    ranked = times("forward", "flex", is_ranking=True)
-    assert ranked == {"flex": ("graph", {**launch, "flush_median_ms": 3.0})}
+    monkeypatch.setattr(contest.timer, "can_be_captured", lambda call: call in replayed)
+    assert methods("ours", "flex") == {"ours": "graph", "flex": "graph"}
+    assert methods("ours", "fa3") == {"ours": "graph", "fa3": "flush"}
     replayed.clear()
-    assert {timing for timing, _ in times("forward", "flex", "fa3").values()} == {"flush"}
+    assert methods("ours", "fa3") == {"ours": "flush", "fa3": "flush"}
     error = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
-        times("forward", "flex")
+        methods("ours", "fa3")
 
 
 # ---- one more implementation ---------------------------------------------------------------------

@@ -170,10 +170,7 @@ def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
     rows = {row.name: row for row in checks(lambda: "it does not start")}
     assert [name for name, row in rows.items() if row.present] == ["torch", "device"]
     assert all(row.detail and (row.disables or row.present) for row in rows.values())
-    assert rows["no CPU quota"].detail == "1.5 cores by its control group"
     assert rows["nsys"].detail == "it does not start"
-    # What is still possible is said too, so that a laptop's owner knows to go on.
-    assert "smoke" in rows["GPU"].disables and "gloo" in rows["NCCL"].disables
 
 
 def test_a_machine_is_told_from_others_of_its_kind(monkeypatch):

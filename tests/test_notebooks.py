@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 from labkit import cli, notebooks
-from labkit.configs import FIGURES, REFERENCE_DEVICE, RequestError
+from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.device import detect
 from labkit.experiments import attention
 from labkit.lessons import open_chapter
@@ -78,7 +78,7 @@ def test_outputs_are_stored_and_none_is_an_error(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_committed_report_holds_what_the_notebook_shows(name):
-    report = (notebooks.NOTEBOOKS.parent / "report.md").read_text(encoding="utf-8")
+    report = (REPOSITORY / "report.md").read_text(encoding="utf-8")
     assert f"\n#{notebooks.read(name).cells[0].source.splitlines()[0]}\n" in report
     assert check(folder_of(FIGURES, REFERENCE_DEVICE, name))[name]
     for cell in code_cells(name):
@@ -122,7 +122,6 @@ def test_a_cell_that_fails_while_records_are_shown_is_an_error(written):
     [
         ({"device": "nvidia-h9000"}, f"which is '{HERE}'; to measure here, set device = \"this\""),
         ({"measure": False}, f"nothing has been measured on '{HERE}'"),
-        ({"measure": "false"}, "measure must be True or False, not 'false'"),
         ({"sizes": "nano,10b"}, "'10b' is not in profile 'smoke'; accepted: nano, micro; set"),
         ({"colour": "red"}, "unknown parameter 'colour' of 01_benchmarking; accepted: sizes, con"),
     ],
@@ -133,20 +132,6 @@ def test_what_a_chapter_cannot_do_is_one_short_line(tmp_path, changes, message):
         open_chapter("01_benchmarking", **arguments | changes)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
     assert not list(tmp_path.iterdir())
-
-
-REFUSED = "import sys; from labkit.configs import RequestError; raise RequestError(sys.executable)"
-
-
-def test_a_kernel_is_this_python_and_a_refusal_one_line(written, tmp_path, monkeypatch):
-    """Whatever a kernel spec of the same name says."""
-    spec = {"argv": ["/bin/false"], "display_name": "Python 3", "language": "python"}
-    (tmp_path / "kernels" / "python3").mkdir(parents=True)
-    (tmp_path / "kernels" / "python3" / "kernel.json").write_text(json.dumps(spec))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    with pytest.raises(notebooks.NotebookError, match=f": {re.escape(sys.executable)}$") as raised:
-        notebooks.execute(written(REFUSED), {})
-    assert raised.value.__cause__.traceback == [f"RequestError: {sys.executable}"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +165,6 @@ def ended(monkeypatch, capsys):
     [
         (["run", "99"], "unknown notebook '99'; accepted: 01_benchmarking"),
         (["run", "01", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
-        (["run", "01", "-p", "sizes"], "parameter 'sizes' has no value"),
         (
             ["run", "-p", "device=x"],
             "unknown parameter 'device' of 01_benchmarking; accepted: sizes,",
@@ -307,15 +291,3 @@ def test_a_run_writes_tables_figures_and_a_report_and_says_nothing_else(measured
     assert (folder / "05_attention.ipynb").exists()
     assert f"Report: {folder / 'report.md'}" in said and "ok" in said
     assert not re.sub(PROGRESS, "", errors, flags=re.MULTILINE).strip()
-
-
-@pytest.mark.slow
-def test_the_report_is_the_same_bytes_again_and_html_stands_alone(measured):
-    folder = measured[0]
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with labkit("report", "--device", folder.name, "-o", folder.parent, "--html") as process:
-        _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (0, "") and folder / "report.md" in before
-    assert {path: path.read_bytes() for path in before} == before
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r'(src|href)="(?!data:|#)', page)

@@ -120,9 +120,10 @@ def test_a_capture_without_the_steps_ranges_is_an_error():
 
 
 @pytest.mark.slow
-def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path):
+def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path, monkeypatch):
     """The notebook executed here in the smoke profile, with a canary in the environment."""
-    folder, executed = execute_smoke(NOTEBOOK, tmp_path, LABKIT_CANARY=CANARY)
+    monkeypatch.setenv("LABKIT_CANARY", CANARY)
+    folder, executed = execute_smoke(NOTEBOOK, tmp_path)
     records = finished(NOTEBOOK, folder)
     assert {record.status for record in records} == {"ok"}
     assert len(records) == 2 * len(cases("smoke", "cpu"))

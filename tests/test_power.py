@@ -136,7 +136,6 @@ def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gp
         (lambda *ends: readings(*ends, step_s=10.0), "the energy counter advanced too seldom"),
         (lambda *ends: readings(*ends, watts=-5.0), "the energy counter went backwards"),
     ],
-    ids=["no counter", "a counter that stands still", "a counter that is reset"],
 )
 def test_without_energy_the_reason_is_given_and_the_time_is_measured(gpu, says, reason):
     gpu.says = says

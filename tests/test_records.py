@@ -122,29 +122,6 @@ def test_a_last_line_torn_at_any_byte_costs_only_itself(store, monkeypatch, caps
         assert store.load() == PHASES
 
 
-def test_other_line_ends_and_a_missing_last_one_cost_no_record(store, capsys):
-    append(store, *PHASES[:2])
-    content = b"\r\n".join(store.path.read_bytes().splitlines())
-    store.path.write_bytes(content)
-    assert store.load() == PHASES[:2]
-    store.repair()
-    assert store.path.read_bytes() == content + b"\n" and not capsys.readouterr().err
-    append(store, PHASES[2])
-    assert store.load() == PHASES
-
-
-def test_older_files_are_read(store):
-    """Of the first version every record stands in full; at first, a record of the second one was of
-    the session above it.
-    """
-    append(store, make_record(session="a"))
-    head, line = store.path.read_bytes().splitlines(keepends=True)
-    line = line.replace(b'"session":"a",', b"")
-    store.path.write_bytes(head + line + head.replace(b'"a"', b'"b"') + line + _line() + b"\n")
-    assert [record.session for record in store.load()] == ["a", "b", ""]
-    assert store.load()[2] == make_record(schema_version=1)
-
-
 def failing(number: int):
     """Returns a function that fails as the operating system does."""
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conftest
 import matplotlib
 import pandas as pd
 import pytest
@@ -168,23 +167,6 @@ def test_committed_report_figures_and_tables_are_those_of_the_committed_records(
     assert not stale, (
         f"run `labkit report --device {device}` (with matplotlib {matplotlib.__version__})"
     )
-
-
-@pytest.mark.parametrize(
-    "name", notebooks.names()[:1] + list(conftest.more(*notebooks.names()[1:]))
-)
-def test_the_images_that_a_notebook_holds_are_those_of_the_committed_records(name):
-    """The reference device's executed notebooks are those in notebooks/; nbval compares no
-    image.
-    """
-
-    def images(notebook) -> list[str]:
-        outputs = [one for cell in notebook.cells for one in cell.get("outputs", [])]
-        images = [one.get("data", {}).get("image/png", "").strip() for one in outputs]
-        return list(filter(None, images))
-
-    held = images(notebooks.without_lessons(notebooks.read(name)))
-    assert held and held == images(notebooks.show(name, {})), "run `labkit report --save-notebooks`"
 
 
 def test_the_top_level_report_is_the_reference_devices():
