@@ -3,8 +3,6 @@ that is blamed.
 """
 
 import os
-import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -78,15 +76,6 @@ def test_ranks_listen_on_the_loopback_interface_alone(left, tmp_path):
 
 
 @on_linux
-def test_a_call_that_is_killed_leaves_nothing(left):
-    code = "import launch_ranks; launch_ranks.kill_calls((0.0, 0.02, 0.05, 0.2, 0.8, 1.6))"
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)
-    assert is_true_within(10, lambda: not left()), left()
-
-
-@on_linux
 def test_ranks_return_what_they_have_and_no_process_that_they_start_outlives_the_call(left):
     pids = launch(launch_ranks.start_child, 2, device="cpu")
     assert len({*pids[0], *pids[1]}) == 4 and not left()
@@ -141,17 +130,7 @@ def test_what_cannot_start_is_refused(function, nproc, options, message):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-@pytest.mark.parametrize(
-    ("how", "rank", "message"),
-    [
-        ("hang", 0, r"ALLREDUCE, NumelIn=4,.*timing out"),
-        # A rank that needs no more elements than it has been sent goes on; the other waits for the
-        # rest of its own.
-        ("shape", 1, r"ALLREDUCE, NumelIn=1004,.*timing out"),
-    ],
-)
-def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(left, how, rank, message):
-    with pytest.raises(RankError) as caught:
-        launch(launch_ranks.end, 2, how, device="cuda", timeout_s=60, collective_timeout_s=6)
-    assert caught.value.rank == rank and re.search(message, caught.value.summary)
-    assert not left()
+def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(left):
+    with pytest.raises(RankError, match=r"ALLREDUCE, NumelIn=4,.*timing out") as caught:
+        launch(launch_ranks.end, 2, "hang", device="cuda", timeout_s=60, collective_timeout_s=6)
+    assert caught.value.rank == 0 and not left()

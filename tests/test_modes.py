@@ -6,7 +6,7 @@ wrong.
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_operations import OPERATIONS, cases, draw, outputs_of, results
+from kernel_operations import OPERATIONS, cases, draw, results
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +16,6 @@ from labkit.kernels.rms_norm import rms_norm
 from labkit.kernels.swiglu import swiglu
 
 OURS = [name for name in cases("kernel") if "lash" not in name]
-PRODUCTS = ("gelu_mlp", "gelu_mlp of a norm", "norm_linear", "dropout_linear")
 
 
 def is_interpreted() -> bool:
@@ -27,30 +26,6 @@ def on_each_path(function, name: str, interpreted) -> None:
     if "plain" in OPERATIONS[name].paths:
         function(name)
     interpreted(function, name)
-
-
-def under_autocast(name: str) -> None:
-    """Asserts dtypes, and that values are the formula's within bf16's rounding, wherever backward
-    runs.
-    """
-    exact = results(OPERATIONS[name].formula, draw(name, torch.float64))
-    narrow = name in PRODUCTS or "norm" in name
-    tensors = draw(name, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = results(OPERATIONS[name].ours, tensors)
-        outputs = outputs_of(OPERATIONS[name].ours, tensors)
-    outside = results(lambda *_: outputs, tensors)
-    for values in (inside, outside):
-        assert values[0].dtype == (torch.bfloat16 if narrow else torch.float32)
-        assert all(x.dtype == torch.float32 for x in values[1:])
-        for ours, right in zip(values, exact, strict=True):
-            error = (ours.double() - right).abs().max() / right.abs().max()
-            assert error <= (0.03 if narrow or name == "linear_cross_entropy" else 1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in OURS if name != "column_sums"])
-def test_autocast_gives_the_documented_dtypes(name, interpreted):
-    on_each_path(under_autocast, name, interpreted)
 
 
 def of_no_rows(name: str) -> None:
