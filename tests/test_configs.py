@@ -56,14 +56,6 @@ def test_the_keys_of_a_grid_are_used(notebook):
     assert set(vars(GRIDS[notebook]["full"])) <= used
 
 
-def test_grids_cannot_be_changed_and_hold_tuples_integer_keys_and_shapes():
-    grid = configs.FLASH_ATTENTION["full"]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        grid.lengths = ()
-    assert grid.by_shape["compiled"][128] == (4096, 16384)
-    assert configs.LEADERBOARD in grid.rivalries and grid.tiles_shape == configs.LEADERBOARD
-
-
 def test_a_key_that_the_full_grid_lacks_is_named():
     with pytest.raises(TypeError, match=r"09_x.* unexpected .* argument 'size'"):
         configs.read_grids("[09_x]\nfull.sizes = []\nsmoke.size = []")

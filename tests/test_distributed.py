@@ -15,18 +15,6 @@ from labkit.records import folder_of
 STEP = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "batch": 2}
 
 
-def test_cases_run_what_the_machine_has_places_for(monkeypatch):
-    monkeypatch.setattr(distributed, "num_usable_cores", lambda: 1)
-    asked = [case.parameters["world_size"] for case in distributed.cases("smoke", "cpu")]
-    assert asked == [2, 2]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    full = distributed.cases("full", "cuda", sizes=["2.7b"])
-    sizes = {case.parameters.get("world_size") for case in full if case.section != "ceilings"}
-    assert sizes == {2, 4}
-    # Four sequences of each rank, and four of all together.
-    assert {case.parameters["batch"] for case in full if case.section == "steps"} == {4, 1}
-
-
 @pytest.mark.parametrize(
     ("transport", "method", "issue_ms"), [("copy", "queued", 0.048), ("gloo", "host", None)]
 )
