@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from labkit.configs import ModelConfig
 from labkit.kernels.adamw import FusedAdamW
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
-from labkit.parallel import collectives, fully_sharded
+from labkit.parallel import collectives
 from labkit.parallel.data_parallel import (
     BucketedDataParallel,
     FlatDataParallel,
@@ -314,31 +314,6 @@ def check_a_fully_sharded_transformer_trains_as_in_one_process():
         if dtype:
             with pytest.raises(AssertionError):  # computed in fp32
                 assert_same(model, expected, 1e-5, variant)
-
-
-def check_a_layer_is_gathered_when_the_one_but_last_before_it_is_done():
-    """Never are there more than two: the one that runs and the next."""
-    model = FullyShardedDataParallel(transformer(0))
-    counts, start = [], fully_sharded.start
-
-    def layers_held():
-        weights = [weight for weight in model._weights if weight.flat.untyped_storage().size()]
-        return {weight.layer for weight in weights}
-
-    def counted(operation, pairs, *options):
-        counts.append((operation is collectives.all_gather, len(layers_held())))
-        return start(operation, pairs, *options)
-
-    fully_sharded.start, model.waits = counted, []
-    for _ in range(2):  # the first iteration shows the order
-        counts.clear()
-        lm_loss(model, torch.zeros(2, 8, dtype=torch.long)).backward()
-        model.finish_gradient_synchronization()
-    fully_sharded.start = start
-    num_held = [num_layers for is_gather, num_layers in counts if is_gather]
-    assert len(num_held) > 40 and max(num_held) == 2 and num_held.count(2) > 40
-    assert not layers_held()
-    assert model.waits and all(end >= begin for begin, end in model.waits)
 
 
 # ---- collectives ---------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ import functools
 import chapters
 import pytest
 import torch
-from chapters import CPU, in_section, on_a_cpu
+from chapters import CPU, on_a_cpu
 
-from labkit import accounting, published
-from labkit.configs import ATTENTION
+from labkit import accounting
 from labkit.experiments import attention as experiment
-from labkit.experiments.attention import AttentionCall, cases, run_case
+from labkit.experiments.attention import AttentionCall, run_case
 from labkit.experiments.sweep import Case, Skip
 from labkit.kernels.attention import attention
 from labkit.kernels.reference import attention_reference
@@ -37,21 +36,6 @@ def case(**chosen) -> Case:
 
 
 measure = functools.partial(chapters.measure, run_case)
-
-
-def full(section: str) -> list[dict]:
-    return [one.parameters for one in in_section(cases("full", "cuda"), section)]
-
-
-def test_full_is_the_published_grid_in_every_series():
-    table = published.load("attention_pytorch")
-    theirs = set(zip(table["d_model"], table["seq_len"], strict=True))
-    assert len(theirs) == 20 and set(table["batch_size"]) == {8}
-    for precision, impls in ATTENTION["full"].series.items():
-        for impl in impls:
-            series = {"impl": impl, "precision": precision}.items()
-            own = [call for call in full("attention") if series <= call.items()]
-            assert theirs <= {(call["d_head"], call["length"]) for call in own}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

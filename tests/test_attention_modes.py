@@ -138,7 +138,7 @@ def test_forward_mode_is_refused(impl):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, k)
         for mode in (contextlib.nullcontext(), torch.no_grad()):
-            with mode, pytest.raises(NotImplementedError, match="forward mode AD"):
+            with mode, pytest.raises(NotImplementedError, match="forward mode"):
                 attend(dual, k, k)
         assert torch.equal(attend(q, k, k), attend(q, k, k))
 

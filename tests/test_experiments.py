@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-import re
 from collections import Counter
 
 import pytest
@@ -63,15 +62,6 @@ def test_a_committed_chapter_says_how_much_of_its_grid_is_missing(path, monkeypa
     assert grid and done["num_missing"] == len(grid - set(keys(records)))
 
 
-REFUSED = {
-    "sizes": ("huge", "unknown size 'huge'; accepted: nano, micro, small"),
-    "contexts": ("128", "context '128' is not in profile 'full'; accepted: 128, "),
-    "lengths": (100, "length 100 is not in profile 'full'; accepted: "),
-    "d_heads": (65, "head dimension 65 is not in profile 'full'; accepted: 16, 32, 64, "),
-    "world_sizes": (3, "number of ranks 3 is not in profile 'full'; accepted: 2, 4"),
-}
-
-
 @pytest.mark.parametrize("notebook", GRIDS)
 def test_a_grid_is_narrowed_to_values_that_it_has(notebook, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -82,6 +72,5 @@ def test_a_grid_is_narrowed_to_values_that_it_has(notebook, monkeypatch):
         narrowed = notebooks.narrowing(notebook, "full", {option: smallest})
         fewer = keys(cases("full", "cuda", **narrowed))
         assert 0 < len(fewer) < len(planned)
-        value, message = REFUSED[option]
-        with pytest.raises(RequestError, match=re.escape(message)):
-            notebooks.narrowing(notebook, "full", {option: [smallest, value]})
+        with pytest.raises(RequestError, match="accepted: "):
+            notebooks.narrowing(notebook, "full", {option: [smallest, "7"]})

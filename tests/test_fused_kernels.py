@@ -23,12 +23,14 @@ from kernel_operations import (
 )
 from test_kernel_compilation import SHARED_LIMIT, compile_source, spilled_bytes
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from triton.compiler import ASTSource
 
 from labkit.kernels import column_sums, fused, gelu_mlp, launch, linear, rotary
 from labkit.kernels import cross_entropy as ce
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.rms_norm import rms_norm
+from labkit.kernels.swiglu import swiglu
 from labkit.numerics import judge
 
 FP32, BF16, FP16 = DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -279,6 +281,72 @@ def check_dropout() -> None:
 )
 def test_interpreted_a_kernel_holds_what_its_formula_does(check, arguments, interpreted):
     interpreted(check, *arguments)
+
+
+def check_no_rows(name: str) -> None:
+    """Asserts that a batch without rows has outputs and gradients without rows, and zeros for
+    parameters.
+    """
+    tensors = draw(name, FP32, (2, 3, 0, 8) if name == "rotary" else (0, 6))
+    first, *gradients = results(OPERATIONS[name].ours, tensors)
+    # The mean of no loss is no number.
+    assert first.isnan() if "entropy" in name else first.numel() == 0
+    assert all(not x.any() for x in gradients)
+
+
+def check_flops(name: str) -> None:
+    """Asserts that the operations a step counts for are the formula's."""
+    counts = []
+    for function in (OPERATIONS[name].ours, OPERATIONS[name].formula):
+        with FlopCounterMode(display=False) as counter:
+            results(function, draw(name, FP32))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def check_far_from_zero(dtype: torch.dtype) -> None:
+    """Asserts the limits of the activations and their gradients at the ends of a dtype's range."""
+    big = torch.finfo(dtype).max
+    ends = torch.tensor([[-big, -big / 3, -1e4, -200, -30, 0.0, 30, 200, 1e4, big / 3, big]])
+    ends = ends.to(dtype)
+    expected = (ends > 0).double() + 0.5 * (ends == 0)
+    y, grad = results(lambda x: swiglu(x, torch.ones_like(x)), [ends.requires_grad_()])
+    direction = torch.linspace(-1, 1.5, 11).to(dtype).double()
+    torch.testing.assert_close(y, ends.clamp(min=0), rtol=0, atol=1e-10)
+    torch.testing.assert_close(grad.double(), expected * direction, rtol=1e-2, atol=1e-10)
+
+
+def check_rows_of_any_size(dtype: torch.dtype) -> None:
+    """Asserts that norms of rows as small and as large as squares in fp32 allow are those of
+    fp64.
+    """
+    info = torch.finfo(dtype)
+    weight = torch.ones(8, dtype=dtype)
+    for size in (0.0, max(1e-15, info.smallest_normal), min(1e18, info.max / 4)):
+        x: Tensor = (torch.linspace(-1, 3, 8).expand(2, 8) * size).to(dtype)
+        pairs = [(rms_norm(x, weight, 1e-12), F.rms_norm(x.double(), (8,), eps=1e-12))]
+        pairs += [
+            (layer_norm(x, weight, 0 * weight, 1e-12), F.layer_norm(x.double(), (8,), eps=1e-12))
+        ]
+        for ours, right in pairs:
+            torch.testing.assert_close(ours.double(), right, rtol=4 * info.eps, atol=4 * info.eps)
+
+
+PRODUCTS = ["linear_cross_entropy", "norm_linear", "dropout_linear", "gelu_mlp"]
+
+
+@pytest.mark.parametrize(
+    ("check", "argument"),
+    [
+        *((check_no_rows, name) for name in (*NAMES, *PRODUCTS[1:3]) if "mlp" not in name),
+        *((check_flops, name) for name in PRODUCTS),
+        *itertools.product((check_far_from_zero, check_rows_of_any_size), DTYPES),
+    ],
+)
+def test_with_and_without_a_kernel_it_holds_what_its_formula_does(check, argument, interpreted):
+    interpreted(check, argument)
+    if argument != "weighted_sum":
+        check(argument)
 
 
 def test_without_a_gpu_edges_are_the_formulas_and_a_target_outside_is_an_error():

@@ -65,19 +65,6 @@ def test_a_thinned_series_keeps_the_peak_and_adds_up():
     assert sums == history.totals()[kept].tolist()
 
 
-def test_usage_is_the_peak_and_what_stays():
-    def work():
-        scratch = torch.empty(1000, dtype=torch.uint8)
-        kept = torch.empty(300, dtype=torch.uint8)
-        del scratch
-        return [kept, torch.empty(100, dtype=torch.uint8)]
-
-    usage = measure_usage(work, "cpu")
-    assert (usage.peak_bytes, usage.kept_bytes) == (1300, 400)
-    freed = measure_usage(usage.result.clear, "cpu")
-    assert (freed.peak_bytes, freed.kept_bytes) == (0, -400)
-
-
 class Small(nn.Module):
     def __init__(self, device="cpu"):
         super().__init__()

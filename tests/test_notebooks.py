@@ -216,12 +216,6 @@ def test_output_that_cannot_be_written_is_refused(tmp_path, ended):
     assert code == 2 and f"cannot write to {tmp_path / 'file' / 'figures'}" in said
 
 
-def test_only_the_reference_devices_outputs_are_stored_in_the_notebooks(tmp_path, ended):
-    a_record(tmp_path, "abacus")
-    code, said = ended("report", "--device", "abacus", "-o", tmp_path, "--save-notebooks")
-    assert code == 2 and REFERENCE_DEVICE in said
-
-
 def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monkeypatch):
     asked = []
     monkeypatch.setattr(render, "rebuild", lambda _, **options: asked.append(options) or [])

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit import records
+from labkit.configs import FIGURES, REFERENCE_DEVICE
 from labkit.records import Record, RecordError, RecordStore, newest, to_frame
 
 SOFTWARE = {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "driver": "580.159.04"}
@@ -205,23 +207,11 @@ def test_an_impossible_number_is_refused_by_name(metrics, complaint):
         records.check_plausible(possible | metrics, 6e4)
 
 
-ENVIRONMENT = {
-    "device": {"name": "an H200", "kind": "cuda", "slug": "nvidia-h200"},
-    "gpu": {"num_multiprocessors": 132, "memory_bytes": 2**37, "compute_capability": "9.0"},
-    "cpu": {"name": "a processor", "num_cores": 16},
-}
-DONE = {"num_missing": 0, "profile": "full"}
-
-
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("environment.json", {"device": "an H200"}, "device is 'an H200'; accepted: dict"),
-        (
-            "records/01_steps.done.json",
-            DONE | {"num_missing": "2"},
-            "num_missing is '2'; accepted: int",
-        ),
+        ("environment.json", '{"device": "an H200"}', "device is 'an H200'; accepted: dict"),
+        ("records/01_steps.done.json", '{"num_missing": "2"}', "accepted: int"),
         ("records/01_steps.jsonl", "{}\n", "line 1: schema version None"),
     ],
 )
@@ -229,10 +219,9 @@ def test_a_damaged_file_of_a_devices_folder_is_named(tmp_path, name, content, co
     assert records.check(tmp_path) == {} == records.read_environment(tmp_path)
     (tmp_path / "records").mkdir()
     append(RecordStore(tmp_path / "records" / "01_steps.jsonl"), make_record())
-    (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    records.done_path(tmp_path, "01_steps").write_text(json.dumps(DONE))
+    shutil.copy(FIGURES / REFERENCE_DEVICE / "environment.json", tmp_path)
     assert records.check(tmp_path) == {"01_steps": [make_record()]}
-    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    (tmp_path / name).write_text(content)
     with pytest.raises(RecordError) as caught:
         records.check(tmp_path)
     assert str(tmp_path / name) in str(caught.value) and complaint in str(caught.value)

@@ -21,7 +21,6 @@ from conftest import ALL_TESTS
 if not sys.platform.startswith("linux"):
     pytest.skip("processes are followed through /proc", allow_module_level=True)
 
-import faulty_experiment
 from faulty_experiment import MARK, NOTEBOOK, PHASES, make_case, open_session
 from processes import holding, is_true_within
 
@@ -272,17 +271,6 @@ def test_what_is_recorded_is_run_again_on_another_machine_or_when_asked(output, 
     assert started(log, "none") == [*PHASES, *PHASES, *PHASES]
     assert store(output).path.read_bytes().startswith(recorded)
     assert newest(store(output).load())[-3:] == store(output).load()[-3:]
-
-
-def test_finish_counts_what_of_the_grid_has_no_record(output, log, monkeypatch):
-    grid = [make_case(name, log) for name in "ab"]
-    monkeypatch.setattr(faulty_experiment, "cases", lambda profile, kind: grid)
-    done = sweep.done_path(folder(output), NOTEBOOK)
-    for measured, missing in (([], 6), (grid[:1], 3), (grid, 0)):
-        session = open_session(output, measured)
-        session.run()
-        content = json.loads(done.read_text())
-        assert content["num_missing"] == missing
 
 
 class Server:
