@@ -186,8 +186,10 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
             sizes.update({name: replace(one, num_layers=1) for name, one in sizes.items()})
         # What fails here fails again, and is told, where it is measured.
         sys.stderr = open(os.devnull, "w")
-    # Where compiling is timed the caches are off on purpose; torch warns of each.
-    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+    # What is done on purpose: compiling without caches where that is timed, fp32 without TF32, and
+    # a matrix product as a process's first use of the device.
+    for message in ("dynamo_pgo force", "TensorFloat32 tensor cores", "Attempting to run cuBLAS"):
+        warnings.filterwarnings("ignore", message=message)
     gc.freeze()  # otherwise each collection between phases would walk through all modules
     while True:
         try:
@@ -670,7 +672,7 @@ class Progress:
         self._bar.close()
 
 
-MOST_REHEARSALS = 8
+MOST_REHEARSALS = 12
 """Processes that compile at a time; each needs a device context and about 2 GB of the host."""
 
 

@@ -24,6 +24,7 @@ from labkit.records import (
 )
 from labkit.report import card, compare, figures, page, smoke
 from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of
+from labkit.report.text import listing
 
 MOST_AT_ONCE = 4
 """Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
@@ -103,6 +104,7 @@ def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> st
     if ladder is not None:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
     warnings = [_not_finished(chapter.folder, name) for name, chapter in chapters.items()]
+    warnings.insert(0, _first_round(chapters))
     bodies = []
     if card.first_of(chapters).device_kind == "cpu":
         first = smoke.page(chapters)
@@ -153,6 +155,21 @@ def _execute_all(
         run = functools.partial(notebooks.execute, values=values, lessons=lessons)
         executed = pool.map(run, names)
         return dict(zip(names, executed, strict=True))
+
+
+def _first_round(chapters: Chapters) -> str:
+    """Returns which chapters hold the quick profile alone, "" for none."""
+    done = {name: read_done(chapter.folder, name) for name, chapter in chapters.items()}
+    quick = [
+        name[:2] for name, content in done.items() if content and content["profile"] == "quick"
+    ]
+    if not quick:
+        return ""
+    numbers = "all chapters" if len(quick) == len(chapters) else f"chapters {listing(quick)}"
+    return (
+        f"*A first report: of {numbers} the quick profile is measured, a small part of the grid. "
+        "`labkit run` measures the rest.*"
+    )
 
 
 def _not_finished(folder: Path, notebook: str) -> str:
