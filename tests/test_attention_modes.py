@@ -132,7 +132,7 @@ def test_lengths_on_a_gpu_are_read_unless_both_longest_are_given(monkeypatch):
 @pytest.mark.parametrize("impl", IMPLS)
 @runs_interpreted
 def test_forward_mode_is_refused(impl):
-    """No tangent is dropped, and what has none goes on."""
+    """No tangent is dropped."""
     q, k = draw(1, 2, 8, 4), draw(1, 2, 8, 4, seed=1)
     attend = functools.partial(flash_attention, impl=impl)
     with forward_ad.dual_level():
@@ -140,7 +140,6 @@ def test_forward_mode_is_refused(impl):
         for mode in (contextlib.nullcontext(), torch.no_grad()):
             with mode, pytest.raises(NotImplementedError, match="forward mode"):
                 attend(dual, k, k)
-        assert torch.equal(attend(q, k, k), attend(q, k, k))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -118,7 +118,6 @@ def test_a_deadline_ends_ranks_that_never_communicate(left, monkeypatch):
 @pytest.mark.parametrize(
     ("function", "nproc", "options", "message"),
     [
-        (launch_ranks.end, 2, {"device": "tpu"}, "2 ranks on 'tpu'; accepted: "),
         (launch_ranks.end, 999, {"device": "cuda"}, "999 ranks on 'cuda'; .* up to . on cuda"),
         (lambda: None, 2, {}, "cannot start"),
     ],

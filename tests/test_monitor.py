@@ -63,13 +63,6 @@ def gpu_part(summary: dict) -> dict:
     return {name: value for name, value in summary.items() if name not in host}
 
 
-def test_without_nvml_the_monitor_says_nothing_of_a_gpu(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with Monitor("cuda", interval_s=0.001) as monitor:
-        pass
-    assert gpu_part(monitor.summary) == {}
-
-
 def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatch):
     idle, application_setting, power_cap, hot = 0x1, 0x2, 0x4, 0x40
     readings = [
