@@ -29,14 +29,13 @@ class Operation:
     """Ours and the formula, both of the tensors to differentiate by.
 
     size: the shape of the first where a test asks for no other; others: those of the others, for
-    that of the first. paths: "plain", "kernel", and what the operation has of them.
+    that of the first.
     """
 
     ours: Callable
     formula: Callable
     size: tuple[int, ...] = (5, 6)
     others: Callable = lambda size: []
-    paths: tuple[str, ...] = ("plain", "kernel")
 
 
 def targets_of(x: Tensor, num_classes: int) -> Tensor:
@@ -157,7 +156,6 @@ OPERATIONS = {
         weighted_sum,
         lambda x, w: (x * w).sum(-1),
         others=lambda size: [size[-1:]],
-        paths=("kernel",),
     ),
     "column_sums": Operation(column_sums, lambda x: x.sum(0)),
     "flash_attention": Operation(
@@ -167,10 +165,6 @@ OPERATIONS = {
         lambda size: [size, size],
     ),
 }
-
-
-def cases(path: str) -> list[str]:
-    return [name for name, operation in OPERATIONS.items() if path in operation.paths]
 
 
 def draw(name: str, dtype: torch.dtype, size: tuple[int, ...] | None = None) -> list[Tensor]:
