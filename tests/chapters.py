@@ -14,7 +14,6 @@ from labkit.records import HOST_SECTION, Record, RecordStore
 
 CPU = Device("cpu", "a processor", "cpu-a-processor")
 H200 = Device("cuda", "NVIDIA H200", "nvidia-h200")
-H200_BYTES = 150_109_880_320
 
 
 def on_a_cpu(monkeypatch, *, is_detected: bool = True) -> Iterator[None]:

@@ -58,11 +58,6 @@ class FakeNvml(types.ModuleType):
         return answer
 
 
-def gpu_part(summary: dict) -> dict:
-    host = {*monitor_module.LOAD, "disturbed", "disturbed_by"}
-    return {name: value for name, value in summary.items() if name not in host}
-
-
 def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatch):
     idle, application_setting, power_cap, hot = 0x1, 0x2, 0x4, 0x40
     readings = [
