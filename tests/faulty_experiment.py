@@ -110,7 +110,6 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "hang_with_the_interpreter": _hang_with_the_interpreter,
     "skip": _skip,
     "brief": lambda case: time.sleep(0.01),
-    "long": lambda case: time.sleep(0.8),
     "child": _start_child,
     "end_when_done": _end_when_done,
     "busy_then_exit": _fail_when_repeated,
@@ -129,7 +128,6 @@ CLAIMS: dict[str, dict] = {
 }
 
 CPU_WAITS = {
-    "quiet": (0.0,),
     "busy_once": (0.5, 0.0),
     "busy": (0.5, 0.2, 0.4),
     "busy_then_exit": (0.5,),
