@@ -79,14 +79,19 @@ def rebuild(
     if save_notebooks:
         for name, notebook in _execute_all(notebooks.names(), {}, lessons=True).items():
             _save_outputs(name, notebook, notebooks.path(name))
-    # The reference device's executed notebooks are those in notebooks/.
-    if device != REFERENCE_DEVICE:
+    # The executed notebooks of the reference device are a clone's, in notebooks/.
+    is_committed = IS_CLONE and device == REFERENCE_DEVICE
+    if not is_committed:
         for name, notebook in executed.items():
             _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
     text = _report(chapters, executed, folder)
     # Paths are those of a notebook until it is known where the text is written.
     own = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
-    own = own.replace("../notebooks/", "../../notebooks/")
+    for name in chapters:
+        place = "../../notebooks"
+        if not is_committed:
+            place = os.path.relpath(folder_of(root, device, name), folder)
+        own = own.replace(f"../notebooks/{name}.ipynb", f"{place}/{name}.ipynb")
     written = [write_text_atomic(folder / "report.md", own)]
     if output is None and top_level and IS_CLONE:
         text = text.replace("../figures/", f"{root.relative_to(REPOSITORY).as_posix()}/")
