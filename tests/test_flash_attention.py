@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.kernels import flash_attention as fa
-from labkit.kernels import launch
 from labkit.kernels.flash_attention import (
     FlashAttention,
-    choice,
     flash_attention,
     op,
     resolve_impl,
+    splits,
+    tiles,
 )
 from labkit.kernels.flash_attention import plan as plans
 from labkit.kernels.flash_attention import triton as triton_kernels
@@ -45,7 +45,6 @@ from labkit.kernels.flash_attention.tiled import (
     tiled_attention_backward,
     tiled_attention_forward,
 )
-from labkit.kernels.flash_attention.tiles import select_tiles
 from labkit.kernels.flash_attention.triton import STATISTICS_PADDING, split_head_dim
 from labkit.kernels.reference import _repeat_heads, _scores, attention_reference
 from labkit.numerics import judge
@@ -181,12 +180,12 @@ def eager(case: Case, dtype: torch.dtype, tensors: tuple[Tensor, ...]) -> dict[s
 @contextlib.contextmanager
 def chosen(case: Case):
     """Takes a case's number of splits and its backward while it is open, in plans of its own."""
-    choices = {"forward_splits": case.num_splits, "backward_kernels": case.kernels}
+    choices = {"forward_splits": case.num_splits, "resolve_backward": case.kernels}
     forget_plans()
     with contextlib.ExitStack() as stack:
         for name, choice_made in choices.items():
             if choice_made is not None:
-                made = mock.patch.object(plans, name, lambda *_, made=choice_made: made)
+                made = mock.patch.object(plans, name, lambda *_, made=choice_made, **__: made)
                 stack.enter_context(made)
         yield
     forget_plans()
@@ -410,32 +409,21 @@ def test_the_budget_refuses_a_wrong_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("axis", ["batch", "head", "row", "column"])
+@pytest.mark.parametrize("axis", range(4))
 @runs_interpreted
-def test_offsets_beyond_two_to_the_31_give_the_same_bits(axis, where):
-    *_, length, dim = shape = (2 if axis == "batch" else 1, 2 if axis == "head" else 1, 68, 16)
-    span = 2**31 + 64
-    strides = {
-        "batch": (span, length * dim, dim, 1),
-        "head": (length * dim, span, dim, 1),
-        # A stride that fits into int32, and tiles that do, whose later starts do not.
-        "row": (dim, 2 * dim, 4 * span // 3 // (length - 1) + 16, 1),
-        "column": (4 * length, length, 1, span // (dim - 1) + 16),
-    }[axis]
+def test_strides_beyond_two_to_the_31_give_the_same_bits(axis, where):
+    shape = (1 + (axis == 0), 1 + (axis == 1), 68, 16)
     device = "cuda" if where == "compiled" else "cpu"
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half().to(device)
+    strides = list(dense.stride())
+    strides[axis] = 2**31 // max(1, shape[axis] - 1) + 64
     # The memory in between is never touched, so that a CPU does not have to hold it.
     num_elements = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
     view = torch.empty(num_elements, dtype=torch.float16, device=device).as_strided(shape, strides)
-    dense = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half().to(device)
     view.copy_(dense)
-    if axis == "column":
-        # Columns that lie together load through other instructions than rows do, and round
-        # otherwise.
-        dense = dense.transpose(2, 3).contiguous().transpose(2, 3)
-    mask = {"scale": 0.25, "left": -1, "right": 0}
     results = []
     for x in (view, dense):
-        plan = fa.plan_of(x, x, x, **mask)
+        plan = fa.plan_of(x, x, x, scale=0.25, right=0)
         out, lse = plan.forward(x, x, x)
         results.append((out, lse, *plan.backward(x, x, x, x, out, lse)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -443,26 +431,15 @@ def test_offsets_beyond_two_to_the_31_give_the_same_bits(axis, where):
 
 @pytest.mark.parametrize("impl", FUNCTIONS)
 @runs_interpreted
-def test_the_functions_save_one_log_sum_exp_and_take_three_or_four_dimensions(impl):
-    function, generator = FUNCTIONS[impl], torch.Generator().manual_seed(0)
-    for shape_q, shape_k, causal in (
-        ((3, 40, 16), (3, 56, 16), (True,)),
-        ((2, 3, 33, 8), (2, 3, 47, 8), ()),
-    ):
-        q, k, v = (
-            torch.randn(shape, generator=generator).requires_grad_()
-            for shape in (shape_q, shape_k, shape_k)
-        )
-        out = function.apply(q, k, v, *causal)
-        (lse,) = [x for x in out.grad_fn.saved_tensors if x.shape == shape_q[:-1]]
-        exact = attention_lse_reference(q.double(), k.double(), causal=bool(causal))
-        torch.testing.assert_close(lse.double(), exact, rtol=0, atol=1e-5)
-        expected = attention_reference(q.double(), k.double(), v.double(), causal=bool(causal))
-        # An expanded gradient, as sum() passes it.
-        found = (out, *torch.autograd.grad(out.sum(), (q, k, v)))
-        exact = (expected, *torch.autograd.grad(expected.sum(), (q, k, v)))
-        for x, y in zip(found, exact, strict=True):
-            assert (x - y).abs().max().item() <= 1e-4
+def test_the_functions_save_one_log_sum_exp(impl):
+    case = Case((2, 3, 3, 33, 47, 8), causal=True)
+    *leaves, grad_out = (x[0].requires_grad_() for x in draw(case, "cpu"))
+    out = FUNCTIONS[impl].apply(*leaves, True)
+    (lse,) = [x for x in out.grad_fn.saved_tensors if x.shape == (3, 33)]
+    exact = eager(case, torch.float64, [x.detach().unsqueeze(1) for x in (*leaves, grad_out)])
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for x, name in zip((out, lse, *grads), NAMES, strict=True):
+        torch.testing.assert_close(x.double(), exact[name].squeeze(1), rtol=1e-5, atol=1e-5)
 
 
 LENGTHS_Q, LENGTHS_K = (
@@ -549,83 +526,19 @@ def test_the_operators_pass_opcheck(impl, interpreted):
 
 
 def check_operators(impl: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).requires_grad_()
-
     options = (0.3, -1, 0, "ieee", impl)
-    q, k, v = normal(2, 18, 2, 8).transpose(1, 2), normal(2, 1, 21, 8), normal(2, 1, 21, 8)
-    dense = (*(x.detach().requires_grad_() for x in (q, k, v)), None, None, *options)
-    cu_seqlens = cumulative((10, 8))
-    packed = (*(normal(18, 2, 8) for _ in range(3)), cu_seqlens, cu_seqlens, *options)
-    forward = torch.ops.labkit.flash_attention_forward
-    for inputs, lengths in ((dense, (None, None)), (packed, (None, 12))):
-        torch.library.opcheck(forward.default, (*inputs, *lengths), atol=1e-5, rtol=1e-5)
-    inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in dense)
-    out, lse = forward(*inputs, None, None)
-    backward = torch.ops.labkit.flash_attention_backward
-    torch.library.opcheck(backward.default, (*inputs, torch.ones_like(out), out, lse))
-
-
-def test_a_launch_looks_its_kernel_up_once(monkeypatch):
-    launched = []
-
-    class Compiled:
-        """Stands for a compiled kernel, which is launched with hooks, by its grid, or without."""
-
-        function, packed_metadata = 2**40, (4, 1, 0)
-
-        def __getitem__(self, grid):
-            return lambda *arguments: launched.append(("with hooks", grid, *arguments))
-
-        def run(self, *arguments):
-            *grid, stream, function, metadata, told, on_entry, on_exit = arguments[:9]
-            assert (stream, function, metadata) == (77, self.function, self.packed_metadata)
-            assert told is on_entry is on_exit is None
-            launched.append(("without", tuple(grid), *arguments[9:]))
-
-    class Kernel:
-        arg_names, looked_up = ("x", "number", "FLAG", "BLOCK"), 0
-
-        def __getitem__(self, grid):
-            def look_up(x, number, *, BLOCK, FLAG, num_warps):
-                self.looked_up += 1
-                Compiled()[grid](x, number, FLAG, BLOCK)
-                return Compiled()
-
-            return look_up
-
-    monkeypatch.setattr(launch, "JITFunction", Kernel)
-    of_device = types.SimpleNamespace(
-        get_current_device=lambda: 7, get_current_stream=lambda device: 11 * device
-    )
-    monkeypatch.setattr(launch, "driver", types.SimpleNamespace(active=of_device))
-    kernel = Kernel()
-    one = launch.Launch(kernel, (7,), {"num_warps": 4, "BLOCK": 64, "FLAG": True}, numbers=(5,))
-    for x in "abc":
-        one(x)
-    launch.knobs.runtime.launch_exit_hook.add(print)
-    one("d")
-    launch.knobs.runtime.launch_exit_hook.remove(print)
-    assert kernel.looked_up == 1
-    # What the compiled kernel takes is what the first call was looked up by, constants in the order
-    # of its parameters.
-    ways = ("with hooks", "without", "without", "with hooks")
-    assert launched == [
-        (way, (7, 1, 1), x, 5, True, 64) for way, x in zip(ways, "abcd", strict=True)
-    ]
-
-
-def test_a_checked_call_leaves_the_next_to_be_checked():
-    q = torch.randn((1, 2, 4, 8))
-    flash_attention(q, q, q, scale=1.0)
-    flash_attention(q, q, q, scale=1)
-    for bad in ({"scale": True}, {"impl": ["tiled"]}, {"scale": torch.tensor(1.0)}):
-        with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
-            flash_attention(q, q, q, **bad)
-    with pytest.raises(ValueError, match="k must have the dtype of q"):
-        flash_attention(q, q.double(), q, scale=1.0)
+    dense = draw(Case((2, 2, 1, 18, 21, 8), layout="transposed"), "cpu")[:3]
+    packed = [x[0].transpose(0, 1) for x in dense]
+    lengths = cumulative((10, 8)), cumulative((9, 12))
+    forward, backward = torch.ops.labkit.flash_attention, torch.ops.labkit.flash_attention_backward
+    for tensors, cu_seqlens in ((dense, (None, None)), (packed, lengths)):
+        inputs = (*(x.detach() for x in tensors), *cu_seqlens)
+        out, lse = forward(*inputs, *options, None, None)
+        saved = (torch.ones_like(out), *inputs, out, lse)
+        torch.library.opcheck(backward.default, (*saved, *options))
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        arguments = (*leaves, *cu_seqlens, *options, None, 12)
+        torch.library.opcheck(forward.default, arguments, atol=1e-5, rtol=1e-5)
 
 
 def test_tiles_are_those_of_the_tensors_of_a_call():
@@ -672,7 +585,6 @@ def test_tensors_may_come_back_from_hooks_with_another_layout(impl):
 
 def forget_plans() -> None:
     plans._plan_of.cache_clear()
-    op._planned.clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -726,52 +638,40 @@ def test_what_tma_reads_starts_on_a_boundary():
 def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, passes, monkeypatch):
     batch, heads, key_heads, length, dim = shape
     q, k = (torch.empty((batch, n, length, dim), device="meta") for n in (heads, key_heads))
-    monkeypatch.setattr(choice, "num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(tiles, "num_multiprocessors", lambda _: 132)
     name = {"one": "one pass", "two": "two passes"}[passes]
     assert fa.resolve_backward(q, k, "gluon", causal=causal) == name
     assert fa.resolve_backward(q, k, "triton", causal=causal) == "triton"
-    monkeypatch.setattr(choice, "not_loading", lambda *_: "no such operation")
-    assert fa.resolve_backward(q, k, "gluon", causal=causal) == "two passes"
 
 
 def test_kernels_that_do_not_load_are_logged(monkeypatch, caplog):
     def missing(part):
         raise AttributeError("create_async_tma_reduce")
 
-    monkeypatch.setattr(choice, "hopper_kernels", missing)
+    monkeypatch.setattr(tiles, "hopper_kernels", missing)
     # The undecorated function: what the installed Triton gives stays in the cache.
-    reason = choice.not_loading.__wrapped__("one_pass", "gradients take two passes")
-    assert "AttributeError: create_async_tma_reduce" in reason
-    assert "gradients take two passes" in caplog.text
+    reason = tiles.not_loading.__wrapped__()
+    assert "AttributeError: create_async_tma_reduce" in reason and reason in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "causal", "fewest", "most"),
+    ("num_work_tiles", "num_tiles", "programs", "fewest", "most"),
     [
-        # One head on an H200: the numbers of splits that ran within 10 % of the fastest.
-        ("bfloat16", (1, 1, 16384, 64), True, 2, 8),
-        ("float32", (1, 1, 1024, 64), True, 6, 16),
-        ("float32", (1, 1, 16384, 64), True, 2, 8),
+        # Causal, one head, on an H200: the numbers of splits that ran within 10 % of the fastest.
+        (128, 256, 264, 2, 8),  # 16,384 × 64, bf16
+        (8, 16, 132, 6, 16),  # 1,024 × 64, fp32
+        (128, 256, 132, 2, 8),  # 16,384 × 64, fp32
         # So little work that the second kernel takes longer to launch than the splits gain.
-        ("bfloat16", (1, 1, 1024, 16), True, 1, 1),
+        (16, 8, 528, 1, 1),
         # Every multiprocessor has work: nothing to gain.
-        ("bfloat16", (4, 32, 4096, 64), True, 1, 1),
+        (4096, 64, 264, 1, 1),
     ],
 )
 def test_keys_are_split_where_splitting_was_seen_to_pay(
-    dtype, shape, causal, fewest, most, monkeypatch
+    num_work_tiles, num_tiles, programs, fewest, most
 ):
-    monkeypatch.setattr(plans, "num_multiprocessors", lambda _: 132)
-    *_, dim = shape
-    dtype = getattr(torch, dtype)
-    layout = plans.Layout(shape, (), dtype, True).contiguous()
-    precision = "bf16x6" if dtype == torch.float32 else "ieee"
-    device = torch.device("cuda", 0)
-    call = plans.Call(
-        *(layout,) * 3, device, None, 1.0, -1, 0 if causal else -1, precision, "triton", None
-    )
-    tile = select_tiles(dim, dtype, causal, 90, precision).forward
-    assert fewest <= plans.forward_splits(call, tile) <= most
+    found = splits.num_splits_of(num_work_tiles, num_tiles, programs, causal=True)
+    assert fewest <= found <= most
 
 
 def test_every_head_dimension_is_cut_into_tiles_that_hold_it():
@@ -782,8 +682,8 @@ def test_every_head_dimension_is_cut_into_tiles_that_hold_it():
         # Never more than the next power of two.
         assert block + tail <= max(16, 2 ** math.ceil(math.log2(head_dim)))
         for capability, packed in itertools.product((80, 90), BOTH):
-            tiles = select_tiles(head_dim, torch.bfloat16, True, capability, packed=packed)
-            assert tiles.forward.block_q <= STATISTICS_PADDING
+            shipped = tiles.select_tiles(head_dim, torch.bfloat16, capability, packed=packed)
+            assert shipped.forward.block_q <= STATISTICS_PADDING
     assert [sum(split_head_dim(head_dim)) for head_dim in (64, 72, 96)] == [64, 80, 96]
 
 
@@ -795,7 +695,7 @@ def room(shape: tuple[int, int, int, int], transposed: bool) -> Tensor:
     return torch.empty(shape, dtype=torch.float16, device="cpu").transpose(1, 2)
 
 
-@pytest.mark.parametrize("head_dim", choice.SINGLE_PASS_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", tiles.SINGLE_PASS_HEAD_DIMS)
 @runs_interpreted
 def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
     """Scaled, in place and at every stride; they lie as the kernel adds them."""
@@ -837,25 +737,22 @@ VIEWS = {
 def test_slices_are_the_whole(view):
     """Of 8 bits each, to the bit."""
     query_shape, key_shape, viewed = VIEWS[view]
+    packed = len(query_shape) == 3
     seed = torch.Generator().manual_seed(0)
-
-    def drawn(shape):
+    tensors = []
+    for shape in (query_shape, key_shape, key_shape, query_shape):
         powers = torch.exp2(torch.randint(-40, 40, shape, generator=seed).float())
-        return viewed(torch.randn(shape, generator=seed) * powers)
-
-    q, k, v, grad_out = (drawn(x) for x in (query_shape, key_shape, key_shape, query_shape))
-    cu_seqlens = (cumulative((7,)), cumulative((11,))) if len(query_shape) == 3 else ()
-    call = fa.plan_of(q, k, v, *cu_seqlens, precision="bf16x6").call
-    for count in (3, 4):
-        layouts, cut = plans.slices_of(call, *[plans.layout_of(grad_out)][: count - 3])
-        with poisoned_outputs():
-            slices = cut(*(q, k, v, grad_out)[:count])
-        for x, room, layout in zip((q, k, v, grad_out), slices, layouts, strict=False):
-            rows = room.as_strided((*layout.shape[:3], layout.strides[2]), layout.strides)
-            rows = rows.unflatten(-1, (3, -1))[..., : x.shape[-1]]
-            assert torch.equal(rows.bfloat16().float(), rows), "a slice does not fit in bf16"
-            whole = x.transpose(0, 1).unsqueeze(0) if cu_seqlens else x
-            assert torch.equal(rows.double().sum(-2), whole.double())
+        tensors.append(viewed(torch.randn(shape, generator=seed) * powers))
+    layouts = tuple(plans.layout_of(x).as_4d(packed) for x in tensors)
+    layouts, cut = plans.slices_of(layouts, packed)
+    with poisoned_outputs():
+        slices = cut(*tensors)
+    for x, room, layout in zip(tensors, slices, layouts, strict=True):
+        rows = room.as_strided((*layout.shape[:3], layout.strides[2]), layout.strides)
+        rows = rows.unflatten(-1, (3, -1))[..., : x.shape[-1]]
+        assert torch.equal(rows.bfloat16().float(), rows), "a slice does not fit in bf16"
+        whole = x.transpose(0, 1).unsqueeze(0) if packed else x
+        assert torch.equal(rows.double().sum(-2), whole.double())
 
 
 @pytest.mark.parametrize("impl", FUNCTIONS)
@@ -879,19 +776,6 @@ def test_it_compiles_into_a_full_graph(impl):
         results.append((loss, *torch.autograd.grad(loss, leaves)))
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y)
-
-
-def test_one_input_that_needs_a_gradient_makes_a_graph_and_none_makes_none():
-    tensors = [torch.randn(1, 2, 8, 4) for _ in range(3)]
-    assert not flash_attention(*tensors).requires_grad
-    for index in range(3):
-        leaves = [x.clone().requires_grad_(number == index) for number, x in enumerate(tensors)]
-        with torch.no_grad():
-            assert not flash_attention(*leaves).requires_grad
-        flash_attention(*leaves).sum().backward()
-        assert [leaf.grad is not None for leaf in leaves] == [
-            number == index for number in range(3)
-        ]
 
 
 def test_under_autocast_it_runs_in_the_autocast_dtype():
@@ -949,7 +833,6 @@ BAD_TYPES = {
     "scale must be None or a positive finite number; got Tensor": lambda: call(
         scale=torch.ones(())
     ),
-    "scale must be None or a positive finite number; got str": lambda: call(scale="0.5"),
     "cu_seqlens_q must be an int32 or int64 tensor; got list": lambda: call_packed([0, 10]),
     "cu_seqlens_q must be an int32 or int64 tensor; got ": lambda: call_packed(
         cu(0, 10, dtype=torch.float32)
@@ -966,23 +849,19 @@ BAD_VALUES = {
     "k must be on the device of q, cpu; got meta": lambda: call(k=zeros(*Q, device="meta")),
     "k must have the head dimension of q, 8; got 9": lambda: call(k=zeros(2, 4, 6, 9)),
     "head dimension of q must be 1 to 256; got 257": lambda: call(shape=(1, 1, 2, 257)),
-    "head dimension of q must be 1 to 256; got 0": lambda: call(shape=(1, 1, 2, 0)),
     "v must have the shape of k": lambda: call(v=zeros(2, 4, 7, 8)),
     "k must have the batch size of q, 2": lambda: call(k=zeros(3, 4, 6, 8), v=zeros(3, 4, 6, 8)),
     "heads of k must divide those of q, 4": lambda: call(k=zeros(2, 3, 6, 8), v=zeros(2, 3, 6, 8)),
     "q must hold at least one batch": lambda: call(shape=(0, 4, 6, 8)),
-    "k must hold at least one batch": lambda: call(k=zeros(2, 4, 0, 8), v=zeros(2, 4, 0, 8)),
     "scale must be None or a positive finite number; got 0.0": lambda: call(scale=0.0),
-    "scale must be None or a positive finite number; got nan": lambda: call(scale=math.nan),
     "window must be None, a number of keys to each side, or (left, right) with": lambda: call(
         window=(1, 2, 3)
     ),
-    "window must be None, a number of keys to each side": lambda: call(window=-2),
     "impl must be one of auto, gluon, triton, tiled; got 'cuda'": lambda: call(impl="cuda"),
     "impl='triton' takes q, k and v on a CUDA device; got cpu": lambda: call(impl="triton"),
     "impl='gluon' takes q, k and v of dtype torch.bfloat16": lambda: call(impl="gluon"),
     "takes head dimensions 64, 72, 80, 96, 128; got 8": lambda: call_gluon(8),
-    "on a Hopper GPU; got cpu": call_gluon,
+    "on a Hopper GPU (compute capability 9.0); got cpu": call_gluon,
     "impl='gluon' takes no window": lambda: call_gluon(window=2),
     "precision must be one of auto, ieee, tf32x3, bf16x6, tf32; got": lambda: call(
         precision="tf64"
@@ -993,10 +872,7 @@ BAD_VALUES = {
     "cu_seqlens_q must be of shape": lambda: call_packed(cu(0)),
     "cu_seqlens_q must start at 0; got 1": lambda: call_packed(cu(1, 10)),
     "must be increasing; got 7 and then 4": lambda: call_packed(cu(0, 7, 4, 10)),
-    "must be increasing; got 7 and then 7": lambda: call_packed(cu(0, 7, 7, 10)),
     "must end at the number of rows of q, 10; got 11": lambda: call_packed(cu(0, 11)),
-    "must end at the number of rows of k": lambda: call_packed(cu(0, 10), cu(0, 12)),
-    "must end at the number of rows of q, 10; got 9": lambda: call_packed(cu(0, 9)),
     "cu_seqlens_k must have the shape of": lambda: call_packed(cu(0, 10), cu(0, 5, 10)),
     "max_seqlen_q must be at least": lambda: call_packed(cu(0, 7, 10), max_seqlen_q=6),
     "on a CUDA device; got cpu": lambda: FlashAttention.apply(*[zeros(2, 6, 8)] * 3),
@@ -1047,7 +923,7 @@ LENGTHS = ((1, 1), (65, 65), (128, 384), (300, 127), (127, 300), (640, 64))
 HOPPER_CASES = [
     *(
         Case((2, 2, 2, *lengths, dim), causal=causal)
-        for dim in choice.GLUON_HEAD_DIMS
+        for dim in tiles.GLUON_HEAD_DIMS
         for lengths in LENGTHS
         for causal in BOTH
     ),
@@ -1056,7 +932,7 @@ HOPPER_CASES = [
     Case((1, 2, 2, 400, 400, 128), causal=True, scale=1.5),
     *(
         case
-        for dim in choice.GLUON_HEAD_DIMS
+        for dim in tiles.GLUON_HEAD_DIMS
         for case in (
             # Long sequences, few enough that the hardware gives each tile to the next free
             # multiprocessor.
@@ -1076,7 +952,7 @@ HOPPER_CASES = [
 def with_backwards(case: Case) -> list[Case]:
     """Returns a case with each of the Gluon backwards that take it."""
     _, heads, key_heads, *_, dim = case.shape
-    single = dim in choice.SINGLE_PASS_HEAD_DIMS and heads == key_heads
+    single = dim in tiles.SINGLE_PASS_HEAD_DIMS and heads == key_heads
     names = ("two passes", "one pass") if single else ("two passes",)
     return [dataclasses.replace(case, kernels=name) for name in names]
 
@@ -1102,26 +978,10 @@ def test_heads_in_sections_are_within_the_budget(shape, fitting, monkeypatch):
     check(measure(case, "gluon", "cuda"))
 
 
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "num_keys", "expected"),
-    [
-        (64, 64, 4096, 64),  # two programs share the keys of a head
-        (128, 16, 2048, 128),  # and here eight heads do, as they are grouped
-        (128, 128, 256, 128),  # all fit
-        (256, 256, 1024, 32),  # 48 fit, and 32 is the largest divisor
-        (512, 128, 2048, 64),  # 24 key heads fit, with 4 heads each
-        (101, 101, 4096, 12),  # a prime number has no divisor
-        (128, 128, 131072, 1),  # not even one fits
-    ],
-)
-def test_sections_are_as_many_heads_as_fit(heads, key_heads, num_keys, expected):
-    assert forward._section(heads, key_heads, 4 * num_keys * 128, programs=132) == expected
-
-
 @on_hopper
 @pytest.mark.timeout(3600)  # most examples compile kernels of their own
 @settings(random_shapes, max_examples=2000)
-@given(case=cases(700, ("float16", "bfloat16"), choice.GLUON_HEAD_DIMS), which=st.integers(0, 1))
+@given(case=cases(700, ("float16", "bfloat16"), tiles.GLUON_HEAD_DIMS), which=st.integers(0, 1))
 def test_hopper_kernels_on_random_shapes(case, which):
     case = with_backwards(dataclasses.replace(case, window=None))[-which]
     check(measure(case, "gluon", "cuda"))
@@ -1135,21 +995,21 @@ def test_compiled_kernels_on_random_shapes(case):
     check(measure(case, "triton", "cuda"))
 
 
+BIT_EQUAL = [
+    # Split-K, and many tiles; slices of two widths; persistent programs.
+    *(
+        Case((2, heads, heads, 2100, 2100, dim), causal=True, dtype="bfloat16")
+        for heads in (1, 32)
+        for dim in (64, 72, 128)
+    ),
+    Case((1, 2, 2, 2100, 2100, 64), causal=True),
+    Case((64, 8, 8, 500, 500, 64), dtype="bfloat16"),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("case", "impl"),
-    [
-        # Split-K, and many tiles; slices of two widths; persistent programs.
-        *(
-            (Case((2, heads, heads, 2100, 2100, dim), causal=True, dtype="bfloat16"), impl)
-            for heads, dim in itertools.product((1, 32), (64, 72, 128))
-            for impl in ("auto", "triton")
-        ),
-        (Case((1, 2, 2, 2100, 2100, 64), causal=True), "auto"),
-        (Case((64, 8, 8, 500, 500, 64), dtype="bfloat16"), "auto"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("case", BIT_EQUAL, ids=str)
 def test_a_thousand_forwards_and_250_backwards_are_bit_equal(case, impl):
     q, k, v, grad_out = draw(case, "cuda")
     plan = fa.plan_of(q, k, v, **mask_of(case), impl=resolve_impl(q, impl))

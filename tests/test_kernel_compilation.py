@@ -9,6 +9,8 @@ matrix products (notes C7510–C7515), which cost a tuned kernel more than any t
 import contextlib
 import io
 import re
+import types
+from unittest import mock
 
 import pytest
 import sass
@@ -16,15 +18,14 @@ import torch
 import triton
 from conftest import more
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from labkit.kernels.flash_attention import choice, plan, splits
+from labkit.kernels import launch
+from labkit.kernels.flash_attention import plan, splits, tiles
 from labkit.kernels.flash_attention import triton as kernels
 from labkit.kernels.flash_attention.hopper import forward, one_pass, two_passes
 from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
-from labkit.kernels.flash_attention.plan import KERNELS
-from labkit.kernels.flash_attention.tiles import TILES, TileConfig, select_tiles
+from labkit.kernels.flash_attention.tiles import TILES, AttentionConfig, TileConfig
 
 # Bytes of shared memory that one program may take: Hopper, and the least of the devices since
 # Ampere.
@@ -46,102 +47,98 @@ VALUES = {64: 22, 128: 10} if triton.__version__.startswith("3.6.") else {64: 70
 SINGLE_SPILL_LIMIT = {head_dim: 2 * values * 4 for head_dim, values in VALUES.items()}
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = ("forward", "dkdv", "dq")
 
 pytestmark = pytest.mark.skipif(
     kernels.IS_INTERPRETED, reason="interpreted kernels are not compiled"
 )
 
 
-def compile_kernel(
-    kernel,
-    tile,
-    head_dim,
-    dtype,
-    capability,
+def compile_plan(
+    capability: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
     *,
-    masked,
-    precision="ieee",
-    even=True,
-    split_k=False,
-    packed=False,
-):
-    """Returns (compiled kernel, what ptxas said) of one configuration, specialised as for dense
-    tensors.
+    causal: bool = False,
+    precision: str = "ieee",
+    even: bool = True,
+    packed: bool = False,
+    num_splits: int = 1,
+    config: AttentionConfig | None = None,
+    only: tuple[str, ...] = KERNELS,
+) -> dict[str, tuple]:
+    """Returns the (compiled kernel, what ptxas said), by name, of what a plan launches forward and
+    backward for dense tensors of a device that is not there: KERNELS, or `only` these.
     """
-    even = even and not packed
-    block_d, tail_d = kernels.split_head_dim(head_dim)
-    flags = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "TAIL_D": tail_d,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k,
-        "HAS_LEFT": False,
-        "HAS_RIGHT": masked,
-        "IS_PACKED": packed,
-        "SPLIT_K": split_k,
-        "PRECISION": precision,
-        "ALIGNMENT": 16 // TYPES[dtype].itemsize,
-        "WIDE": False,
-        "EVEN_K": even,
-        "EVEN_Q": even,
-        "PADDING": kernels.STATISTICS_PADDING,
-        "group": 1,
-        "UNMASKED_LOOP": tile.unmasked_loop
-        and not split_k
-        and (kernel == "dkdv" or masked or even),
-        **({} if packed else {"cu_q_ptr": None, "cu_k_ptr": None}),
-    }
-    in_fp32 = split_k or precision == "bf16x6"
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return compile_dense(KERNELS[kernel], flags, head_dim, dtype, capability, options, in_fp32)
+    found = {}
+
+    def compile_launch(launched, *arguments) -> None:
+        name = launched.kernel.__name__
+        if "OF_KEYS" in launched.constants:
+            name = "dkdv" if launched.constants["OF_KEYS"] else "dq"
+        name = "forward" if name == "flash_attention_fwd_kernel" else name
+        if name in only:
+            warm = launched.kernel.warmup
+            options = {"grid": launched.grid, **launched.constants}
+            found[name] = logged(lambda: warm(*arguments, *launched.numbers, **options))
+
+    length = 1024 if even else 1000
+    shape = (length, 2, head_dim) if packed else (2, 2, length, head_dim)
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(3))
+    cu_seqlens = (torch.empty(4, dtype=torch.int32, device="meta"),) * 2 if packed else ()
+    target = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        # Triton keeps kernels by the number of the device.
+        get_current_device=lambda: capability,
+        get_current_stream=lambda _: 0,
+    )
+
+    def on_meta(x: plan.Layout) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+
+    device = torch.device("cuda", 0)
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", target),
+        mock.patch.object(launch.Launch, "__call__", compile_launch),
+        mock.patch.object(plan, "capability_of", lambda _: capability),
+        mock.patch.object(tiles, "capability_of", lambda _: capability),
+        mock.patch.object(plan, "forward_splits", lambda *_: num_splits),
+        mock.patch.object(plan.Layout, "empty", on_meta),
+    ):
+        layouts = (plan.layout_of(x)._replace(device=device) for x in (q, k, v))
+        lengths = tuple(map(plan.layout_of, cu_seqlens)) or None
+        right = 0 if causal else -1
+        call = plan.Call(*layouts, lengths, None, -1, right, precision, "triton", config)
+        whole = plan.Plan(call)
+        out, lse = whole.forward(q, k, v, *cu_seqlens)
+        whole.backward(torch.empty_like(q), q, k, v, out, lse, *cu_seqlens)
+    return found
 
 
-def compile_dense(function, flags, head_dim, dtype, capability, options, in_fp32):
-    """Compiles a kernel specialised as for dense tensors; `in_fp32`: its results are, whatever it
-    loads.
-    """
-    signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(function.arg_names):
-        divisible = False
-        if name in flags or (name.startswith("stride_") and name.endswith("d")):
-            signature[name], constants[name] = "constexpr", flags.get(name, 1)
-        elif name.endswith("_ptr"):
-            is_result = name == "out_ptr" or (name.startswith("grad_") and name != "grad_out_ptr")
-            statistic = "lse" in name or "delta" in name
-            signature[name] = "*fp32" if statistic or (is_result and in_fp32) else f"*{dtype}"
-            if name.endswith("_slices_ptr"):
-                signature[name] = "*bf16"
-            elif name.startswith("cu_"):
-                signature[name] = "*i32"
-            divisible = True
-        elif name.startswith("stride_"):
-            signature[name] = "i32"
-            # The row stride is the head dimension itself; statistics are padded, the log-sum-exp is
-            # not.
-            divisible = not name.startswith("stride_l") and (
-                not name.endswith("s") or head_dim % 16 == 0
-            )
-        else:
-            signature[name] = "fp32" if name.startswith("scale") else "i32"
-        if divisible:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constants, attributes)
-    return compile_source(source, capability, options)
+def logged(compile_it) -> tuple:
+    """Returns what a function returns, and what ptxas said meanwhile."""
+    with contextlib.redirect_stdout(io.StringIO()) as log, triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.dump_ptxas_log = True
+        return compile_it(), log.getvalue()
 
 
 def compile_source(source, capability: int, options: dict):
-    with contextlib.redirect_stdout(io.StringIO()) as log, triton.knobs.nvidia.scope():
-        triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return compiled, log.getvalue()
+    target = GPUTarget("cuda", capability, 32)
+    return logged(lambda: triton.compile(source, target=target, options=options))
 
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path, monkeypatch):
     # A kernel from the cache would come without what ptxas said.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel in (
+        kernels.flash_attention_fwd_kernel,
+        kernels.flash_attention_bwd_kernel,
+        kernels.flash_attention_bwd_delta_kernel,
+        kernels.attention_slices_kernel,
+        splits.attention_combine_kernel,
+    ):
+        kernel.device_caches.clear()
 
 
 def spilled_bytes(log: str) -> int:
@@ -169,106 +166,99 @@ def check_tuned(compiled, log: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "head_dim", "masked", "options"),
+    ("head_dim", "options", "only"),
     [
-        ("forward", 64, True, {}),
-        ("forward", 72, False, {"packed": True}),
+        (64, {"causal": True}, ("forward", "dq")),
         # Lengths that fill no tile.
-        ("dkdv", 72, False, {"even": False}),
-        ("dq", 64, True, {"packed": True}),
+        (72, {"even": False}, ("dkdv",)),
+        (72, {"packed": True}, ("forward",)),
         *more(
-            *((kernel, *tuned, {}) for kernel in KERNELS for tuned in TUNED),
-            *((kernel, 128, True, {"packed": True}) for kernel in KERNELS),
+            *((head_dim, {"causal": causal}, KERNELS) for head_dim, causal in TUNED),
+            (128, {"causal": True, "packed": True}, KERNELS),
             # Split-K, at a head dimension that the Hopper kernels leave to this one.
-            ("forward", 32, True, {"split_k": True}),
+            (32, {"causal": True, "num_splits": 3}, ("forward",)),
         ),
     ],
     ids=str,
 )
-def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(kernel, head_dim, masked, options):
-    packed = "packed" in options
-    tiles = select_tiles(head_dim, torch.bfloat16, masked, 90, packed=packed)
-    tile = getattr(tiles, kernel)
-    check_tuned(*compile_kernel(kernel, tile, head_dim, "bf16", 90, masked=masked, **options))
-
-
-def shipped():
-    """Yields every (family, arithmetic, width, kernel, tile), each tile at its widest."""
-    for (family, arithmetic), rows in TILES.items():
-        for widths, tiles in rows.items():
-            for kernel, tile in zip(KERNELS, tiles, strict=True):
-                yield family, arithmetic, widths[-1], kernel, tile
+def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, options, only):
+    found = compile_plan(90, head_dim, only=only, **options)
+    assert set(found) == set(only)
+    for compiled, log in found.values():
+        check_tuned(compiled, log)
 
 
 def test_tiles_keep_clear_of_what_triton_miscompiles():
-    for family, arithmetic, width, kernel, tile in shipped():
-        block, tail = kernels.split_head_dim(width)
-        if arithmetic == "bf16x6" and tail:
-            assert tile.num_stages > 1, "the tail of slices is not loaded ahead"
-        if arithmetic.startswith("tf32") and family == "hopper":
-            # 64 rows by 16 columns each of two warpgroups would take eight columns.
-            rows, inner = (tile.block_q, tile.block_k)
-            if kernel == "dkdv":
-                rows, inner = inner, rows
-            columns = [n for n in (inner, block, tail) if n]
-            assert tile.num_warps == 4 or rows != 64 or min(columns) > 16, (width, kernel, tile)
+    for (_, arithmetic), rows in TILES.items():
+        for width, shipped in rows.items():
+            block, tail = kernels.split_head_dim(width)
+            if arithmetic == "bf16x6" and tail:
+                assert min(tile.num_stages for tile in shipped) > 1, "a tail is not loaded ahead"
+            for kernel, tile in zip(KERNELS, shipped, strict=True):
+                if arithmetic != "tf32":
+                    continue
+                # 64 rows by 16 columns each of two warpgroups would take eight columns.
+                rows, inner = (tile.block_q, tile.block_k)
+                if kernel == "dkdv":
+                    rows, inner = inner, rows
+                columns = [n for n in (inner, block, tail) if n]
+                assert tile.num_warps == 4 or rows != 64 or min(columns) > 16, (width, kernel)
+
+
+def products(arithmetic: str, width: int) -> list[str]:
+    """Returns the products that run with a row's tiles."""
+    if arithmetic == "fp32":
+        return ["ieee", "tf32"] if width > 128 else ["ieee"]
+    return {"tf32": ["tf32", "tf32x3"], "16-bit": ["ieee"]}.get(arithmetic, [arithmetic])
 
 
 @pytest.mark.parametrize(
-    ("capability", "arithmetic", "widths"),
+    ("family", "arithmetic", "capability", "only_width"),
     [
-        (80, "16-bit", [64]),
-        (90, "bf16x6", [64]),
+        ("any", "16-bit", 80, 64),
+        ("hopper", "bf16x6", 90, 64),
         *more(
-            *((capability, "16-bit", []) for capability in (80, 90, 100)),
-            *((80, arithmetic, []) for arithmetic in ("ieee", "tf32", "tf32x3")),
-            *((90, arithmetic, []) for arithmetic in ("tf32", "tf32x3", "bf16x6")),
+            *(("any", arithmetic, 80, None) for arithmetic in ("16-bit", "fp32", "tf32")),
+            ("any", "16-bit", 100, None),
+            *((family, arithmetic, 90, None) for family, arithmetic in TILES if family != "any"),
         ),
     ],
 )
-def test_every_shipped_tile_compiles_and_fits(capability, arithmetic, widths):
-    """At all widths where none are named."""
-    families = ("hopper", "any") if capability == 90 else ("generic", "any")
-    for family, kind, width, kernel, tile in shipped():
-        if family not in families or kind != arithmetic or (widths and width not in widths):
+def test_every_shipped_tile_compiles_and_fits(family, arithmetic, capability, only_width):
+    """Of a row at its widest head dimension."""
+    for width, shipped in TILES[family, arithmetic].items():
+        if only_width not in (None, width):
             continue
-        dtype, precision = ("fp16", "ieee") if kind == "16-bit" else ("fp32", kind)
-        dtype = "bf16" if kind == "bf16x6" else dtype
-        options = {"masked": False, "precision": precision}
-        compiled, log = compile_kernel(kernel, tile, width, dtype, capability, **options)
-        where = (kernel, tile, width)
-        assert compiled.metadata.shared <= SHARED_LIMIT[80 if family != "hopper" else 90], where
-        # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile of the
-        # wrong size.
-        unspilled = 64 if kind in ("tf32x3", "bf16x6") else 96
-        limit = SLICES_SPILL_LIMIT if kind == "bf16x6" else SPILL_LIMIT
-        limit = limit if width <= unspilled and capability == 90 else 4096
-        assert spilled_bytes(log) <= limit, (*where, spilled_bytes(log))
+        dtype = torch.float16 if arithmetic == "16-bit" else torch.float32
+        for precision in products(arithmetic, width):
+            options = {"precision": precision, "config": AttentionConfig(*shipped)}
+            packed = family.endswith("packed")
+            found = compile_plan(capability, width, dtype, packed=packed, **options)
+            for kernel, (compiled, log) in found.items():
+                where = (kernel, width, precision)
+                assert compiled.metadata.shared <= SHARED_LIMIT[80 if family == "any" else 90], (
+                    where
+                )
+                # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile
+                # of the wrong size.
+                unspilled = 96 if arithmetic == "16-bit" else 64
+                limit = SLICES_SPILL_LIMIT if arithmetic == "bf16x6" else SPILL_LIMIT
+                limit = limit if width <= unspilled and family != "any" else 4096
+                assert spilled_bytes(log) <= limit, (*where, spilled_bytes(log))
 
 
 @pytest.mark.parametrize("head_dim", [72, *more(16, 128, 256)])
 def test_the_kernels_around_them_do_not_spill(head_dim):
-    delta = {
-        "HEAD_DIM": head_dim,
-        "PADDED_D": triton.next_power_of_2(head_dim),
-        "BLOCK_Q": kernels.DELTA_BLOCK_Q,
-        "IS_PACKED": False,
-        "PADDING": kernels.STATISTICS_PADDING,
-        "cu_q_ptr": None,
-    }
-    shape = {name: delta[name] for name in ("HEAD_DIM", "PADDED_D")}
-    combine = splits.combine_launch((1, 2, 512, head_dim), (1,) * 4, 3)
-    around = [
-        (kernels.flash_attention_bwd_delta_kernel, delta),
-        (kernels.attention_slices_kernel, {"BLOCK": plan.SLICES_BLOCK, **shape}),
-        (combine.kernel, combine.constants),
-    ]
-    for function, flags in around:
-        options = {"num_warps": 4, "num_stages": 3}
-        compiled, log = compile_dense(function, flags, head_dim, "fp32", 90, options, True)
-        assert spilled_bytes(log) == 0, (function.__name__, flags)
-        # Several splits are on their way at once.
-        assert function is not combine.kernel or "cp.async" in compiled.asm["ptx"]
+    around = ("flash_attention_bwd_delta_kernel", "attention_slices_kernel")
+    around += ("attention_combine_kernel",)
+    precision = "bf16x6" if head_dim <= 128 else "ieee"
+    options = {"precision": precision, "num_splits": 3, "only": around}
+    found = compile_plan(90, head_dim, torch.float32, **options)
+    assert len(found) == (3 if precision == "bf16x6" else 2)
+    for name, (_, log) in found.items():
+        assert spilled_bytes(log) == 0, name
+    # Several splits are on their way at once.
+    assert "cp.async" in found["attention_combine_kernel"][0].asm["ptx"]
 
 
 def compile_gluon(function, dtype, constants, consumers, *, inner, rows):
@@ -482,15 +472,16 @@ def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(
 
 
 def test_the_hopper_kernels_load_with_the_installed_triton():
-    assert all(choice.not_loading(x, "") is None for x in ("forward", "two_passes", "one_pass"))
-    assert set(choice.SINGLE_PASS_HEAD_DIMS) == set(one_pass.SINGLE)
+    assert tiles.not_loading() is None
+    assert set(tiles.SINGLE_PASS_HEAD_DIMS) == set(one_pass.SINGLE)
     tables = (forward.FORWARD, forward.FORWARD_SHORT, two_passes.DKDV, two_passes.DQ)
     for table in (*tables, hopper_tiles.TAILS):
-        assert set(table) == set(choice.GLUON_HEAD_DIMS)
+        assert set(table) == set(tiles.GLUON_HEAD_DIMS)
 
 
 def test_the_limits_refuse_a_tile_that_is_too_large():
-    tile = TileConfig(128, 128, 4, 2)
-    compiled, log = compile_kernel("forward", tile, 64, "fp32", 90, masked=True, precision="tf32x3")
+    config = AttentionConfig(*[TileConfig(128, 128, 4, 2)] * 3)
+    options = {"precision": "tf32x3", "config": config, "only": ("forward",)}
+    ((compiled, log),) = compile_plan(90, 64, torch.float32, **options).values()
     with pytest.raises(AssertionError):
         check_limits(compiled, log, SPILL_LIMIT)

@@ -1,19 +1,19 @@
-"""FlashAttention: read op.py (what a user calls), choice.py (what runs), plan.py (what is
-launched), tiles.py, and then the kernels.
+"""FlashAttention: read op.py (what a user calls), plan.py (what is launched), tiles.py (what runs,
+and its tiles), and then the kernels.
 
 tiled.py states the algorithm in plain PyTorch, triton.py has it as kernels, hopper/ as kernels for
 that architecture; splits.py splits the forward loop among programs, and qkv.py takes queries, keys
 and values as one projection.
 """
 
-from labkit.kernels.flash_attention.choice import (
+from labkit.kernels.flash_attention.op import FlashAttention, flash_attention
+from labkit.kernels.flash_attention.plan import plan_of, resolve_tiles
+from labkit.kernels.flash_attention.tiles import (
     MAX_HEAD_DIM,
     resolve_backward,
     resolve_impl,
     resolve_precision,
 )
-from labkit.kernels.flash_attention.op import FlashAttention, flash_attention
-from labkit.kernels.flash_attention.plan import plan_of, resolve_tiles
 from labkit.kernels.flash_attention.triton import IS_INTERPRETED
 
 __all__ = [

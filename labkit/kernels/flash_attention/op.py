@@ -23,37 +23,28 @@ Source: Dao 2023, "FlashAttention-2"; Dao et al. 2022, "FlashAttention"; Ainslie
 grouped heads.
 """
 
-import functools
 import itertools
 import math
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from labkit.accounting import attention_pairs
-from labkit.kernels.flash_attention.choice import (
+from labkit.kernels.flash_attention.plan import plan_of
+from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.flash_attention.tiles import (
+    IMPLS,
     MAX_HEAD_DIM,
+    PRECISIONS,
     TILED_DTYPES,
     TRITON_DTYPES,
     listed,
     resolve_impl,
-    resolve_precision,
 )
-from labkit.kernels.flash_attention.plan import (
-    Plan,
-    check_lengths,
-    empty_like_layout,
-    empty_outputs,
-    layout_of,
-    plan_of,
-)
-from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
-from labkit.kernels.fused import first_order
-from labkit.kernels.launch import REMEMBERED
+from labkit.kernels.fused import autocast_dtype, first_order, operator
+
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -127,7 +118,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, name: str, device: torch.device) -> No
         raise ValueError(f"{name} must be contiguous; got stride {cu_seqlens.stride(0)}")
 
 
-def _check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+def check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
     """Raises for arguments of a packed batch that do not fit together, or are given without one."""
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
@@ -150,66 +141,6 @@ def _check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
             isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)
         ):
             raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
-
-
-def _options(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    causal,
-    scale,
-    window,
-    precision,
-    impl,
-) -> tuple[float, int, int, str, str]:
-    """Returns (scale, left, right, precision, impl) as the operators take them; raises for
-    arguments that do not fit.
-    """
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    _check_tensors(q, k, v, packed)
-    left, right = _check_window(window, causal)
-    impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
-    precision = resolve_precision(q, precision, packed=packed)
-    scale = _check_scale(scale, q.shape[-1])
-    _check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return scale, left, right, precision, impl
-
-
-_planned: dict[tuple, tuple[tuple, Plan | None]] = {}
-
-
-def _plan(tensors: tuple, lengths: tuple, asked: tuple) -> tuple[tuple, Plan | None]:
-    """Returns the operators' options of q, k, v and cumulative lengths, and the plan of them, None
-    of "tiled".
-    """
-    options = _options(*tensors, *lengths, *asked)
-    return options, None if options[-1] == "tiled" else plan_of(*tensors, *options)
-
-
-def _plan_once(tensors: tuple, lengths: tuple, asked: tuple) -> tuple[tuple, Plan | None]:
-    """`_plan`, remembered: it takes the host longer than a launch."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k = tensors
-    try:
-        layouts = (layout_of(q), layout_of(k), layout_of(v), q.device, k.device, v.device)
-        if cu_seqlens_q is not None or cu_seqlens_k is not None:
-            devices = (cu_seqlens_q.device, cu_seqlens_k.device)
-            layouts += (layout_of(cu_seqlens_q), layout_of(cu_seqlens_k), *devices)
-        # With types, since 1 and True are the same to a dictionary.
-        window = asked[2] if type(asked[2]) is tuple else ()
-        key = (layouts, asked, tuple(map(type, (*asked, *window, *lengths))))
-        found = _planned.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        # No dense tensors, or what has no hash: for the checks to say so.
-        return _plan(tensors, lengths, asked)
-    if found is None:
-        if len(_planned) >= REMEMBERED:
-            _planned.clear()
-        found = _planned[key] = _plan(tensors, lengths, asked)
-    return found
 
 
 def _check_window(window, causal: bool) -> tuple[int, int]:
@@ -242,61 +173,59 @@ def _check_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
-def _is_watched() -> bool:
-    """Whether a mode or a transform looks at what runs: it is shown operators."""
-    return is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
+def check_lengths(
+    q: Tensor, k: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+) -> None:
+    """Raises for cumulative lengths that cannot be, which it has to read: it waits for the device.
 
-
-class EagerFlashAttention(torch.autograd.Function):
-    """The launches of a plan, without the way through the dispatcher, which takes longer than they
-    do.
-
-    A context that is set up apart would cost as much: its function is bound to its signature anew
-    in every call.
+    On a CUDA device they are not read where both longest are given: whoever gives them answers for
+    the lengths too.
     """
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *cu_seqlens: Tensor) -> Tensor:
-        out, lse = plan.forward(q, k, v, *cu_seqlens)
-        ctx.plan = plan
-        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens)
-        return out
-
-    @staticmethod
-    @first_order("flash_attention")
-    def backward(ctx, grad_out: Tensor):
-        q, k, v, out, lse, *cu_seqlens = saved = ctx.saved_tensors
-        if _is_watched():
-            call = ctx.plan.call
-            options = (call.scale, call.left, call.right, call.precision, call.impl)
-            grads = _backward_op(
-                q, k, v, *(cu_seqlens or (None, None)), *options, grad_out, out, lse
+    if q.is_cuda:
+        if max_seqlen_q is not None and max_seqlen_k is not None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "max_seqlen_q and max_seqlen_k must be given where a CUDA graph is captured; got "
+                "None"
             )
-        else:
-            grads = ctx.plan.of(q, k, v).backward(grad_out, *saved)
-        return *grads, None, *(None for _ in cu_seqlens)
+    sides = (("q", q.shape[0], max_seqlen_q), ("k", k.shape[0], max_seqlen_k))
+    lengths = torch.stack((cu_seqlens_q, cu_seqlens_k)).tolist()
+    for values, (side, total, max_seqlen) in zip(lengths, sides, strict=True):
+        name = f"cu_seqlens_{side}"
+        if values[0] != 0:
+            raise ValueError(f"{name} must start at 0; got {values[0]}")
+        longest = 0
+        for begin, end in itertools.pairwise(values):
+            if begin >= end:
+                raise ValueError(f"{name} must be increasing; got {begin} and then {end}")
+            longest = max(longest, end - begin)
+        if values[-1] != total:
+            raise ValueError(
+                f"{name} must end at the number of rows of {side}, {total}; got {values[-1]}"
+            )
+        if max_seqlen is not None and max_seqlen < longest:
+            raise ValueError(
+                f"max_seqlen_{side} must be at least the longest sequence, {longest}; got "
+                f"{max_seqlen}"
+            )
 
 
-class FlashAttention(torch.autograd.Function):
-    """Attention by the Triton kernels, `apply(q, k, v, is_causal=False)`, scale 1/√D.
+# ---- operators -----------------------------------------------------------------------------------
 
-    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys, on a
-    CUDA device. Saved for backward: q, k, v, the output, and one tensor of shape (batch[, heads],
-    n_queries), the log-sum-exp in natural units. `flash_attention` is the same with every option,
-    and what torch.compile takes.
 
-    Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
-    """
+def _empty_like_layout(x: Tensor) -> Tensor:
+    """Returns room laid out as `Layout.dense` has it; x may be a tensor without an address."""
+    if x.dim() == 4 and x.stride(1) < x.stride(2):
+        return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+    return x.new_empty(x.shape)
 
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        _check_tensors(q, k, v, packed=False)
-        resolve_impl(q, "triton")
-        return EagerFlashAttention.forward(
-            ctx, q, k, v, plan_of(q, k, v, right=0 if is_causal else -1)
-        )
 
-    backward = EagerFlashAttention.backward
+def _empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    """Returns room for the output and the log-sum-exp."""
+    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _empty_like_layout(q), q.new_empty(lse_shape, dtype=lse_dtype)
 
 
 def _sequences(cu_seqlens_q, cu_seqlens_k, of_queries: tuple, of_keys: tuple, lse: Tensor):
@@ -312,6 +241,7 @@ def _sequences(cu_seqlens_q, cu_seqlens_k, of_queries: tuple, of_keys: tuple, ls
         yield *(x.transpose(0, 1).unsqueeze(0) for x in rows), lse[:, begin_q:end_q].unsqueeze(0)
 
 
+@operator("flash_attention", opaque=True)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -326,13 +256,17 @@ def _forward(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:
+    # A kernel does not see the sign of a negated view.
+    q, k, v = (x.resolve_neg() for x in (q, k, v))
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    if cu_seqlens_q is not None:
+    packed = cu_seqlens_q is not None
+    impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
+    if packed:
         check_lengths(q, k, *cu_seqlens, max_seqlen_q, max_seqlen_k)
     if impl != "tiled":
         plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
         return plan.forward(q, k, v, *cu_seqlens)
-    out, lse = empty_outputs(q, cu_seqlens_q is not None)
+    out, lse = _empty_outputs(q, packed)
     # What no sequence covers.
     out.zero_()
     lse.fill_(-math.inf)
@@ -345,35 +279,35 @@ def _forward(
     return out, lse
 
 
-_forward_op = torch.library.custom_op("labkit::flash_attention_forward", _forward, mutates_args=())
-
-
-@_forward_op.register_fake
+@_forward.register_fake
 def _(q, k, v, cu_seqlens_q, *_):
-    return empty_outputs(q, cu_seqlens_q is not None)
+    return _empty_outputs(q, cu_seqlens_q is not None)
 
 
-def _gradients(
+@operator("flash_attention_backward", opaque=True)
+def _backward(
+    grad_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
     scale: float,
     left: int,
     right: int,
     precision: str,
     impl: str,
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, q, k, v = (x.resolve_neg() for x in (grad_out, q, k, v))
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    impl = resolve_impl(q, impl, left=left, right=right, packed=cu_seqlens_q is not None)
     if impl != "tiled":
         plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
         return plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
-    grad_q, grad_k, grad_v = grads = [empty_like_layout(x).zero_() for x in (q, k, v)]
-    of_queries, of_keys = (grad_out, q, out, grad_q), (k, v, grad_k, grad_v)
+    grads = [_empty_like_layout(x).zero_() for x in (q, k, v)]
+    of_queries, of_keys = (grad_out, q, out, grads[0]), (k, v, *grads[1:])
     for sequence in _sequences(*cu_seqlens, of_queries, of_keys, lse):
         grad_out_s, q_s, out_s, grad_q_s, k_s, v_s, grad_k_s, grad_v_s, lse_s = sequence
         tiled = tiled_attention_backward(
@@ -384,14 +318,9 @@ def _gradients(
     return tuple(grads)
 
 
-_backward_op = torch.library.custom_op(
-    "labkit::flash_attention_backward", _gradients, mutates_args=()
-)
-
-
-@_backward_op.register_fake
-def _(q, k, v, *_):
-    return empty_like_layout(q), empty_like_layout(k), empty_like_layout(v)
+@_backward.register_fake
+def _(_grad_out, q, k, v, *_):
+    return _empty_like_layout(q), _empty_like_layout(k), _empty_like_layout(v)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -400,24 +329,21 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:5], *output)
 
 
-@first_order("flash_attention")
-def _backward(ctx, grad_out: Tensor, _grad_lse):
-    *inputs, out, lse = ctx.saved_tensors
-    return *_backward_op(*inputs, *ctx.options, grad_out, out, lse), *(None,) * 9
+def _gradients(ctx, grad_out: Tensor, _grad_lse):
+    return *_backward(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * 9
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-def _flops(
-    factor: int, q, k, _v, cu_seqlens_q, cu_seqlens_k, _scale, left: int, right: int, *_, **__
-) -> int:
+def _flops(factor: int, q, k, cu_seqlens_q, cu_seqlens_k, left: int, right: int) -> int:
     """Returns `factor` FLOPs for each pair of a query and a key that a mask shows, and element of a
     head.
 
     Of a packed batch it reads the lengths.
     """
-    num_heads, lengths = math.prod(q.shape[:-2]), [(q.shape[-2], k.shape[-2])]
+    num_heads = math.prod(q.shape[:-2])
+    lengths = [(q.shape[-2], k.shape[-2])]
     if cu_seqlens_q is not None:
         num_heads = q.shape[1]
         lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
@@ -425,36 +351,14 @@ def _flops(
     return int(factor * num_heads * pairs * q.shape[-1])
 
 
-register_flop_formula(torch.ops.labkit.flash_attention_forward, get_raw=True)(
-    functools.partial(_flops, 4)
-)
-register_flop_formula(torch.ops.labkit.flash_attention_backward, get_raw=True)(
-    functools.partial(_flops, 10)
-)
+@register_flop_formula(torch.ops.labkit.flash_attention, get_raw=True)
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, _scale, left, right, *_, **__):
+    return _flops(4, q, k, cu_seqlens_q, cu_seqlens_k, left, right)
 
 
-class TransformedFlashAttention(torch.autograd.Function):
-    """The operators for torch.func, which takes functions whose context is set up apart, and no
-    custom operator.
-
-    Within, under vmap, it does take them, and calls them for one of what it maps over after
-    another.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return (_forward_op if _is_watched() else _forward)(*arguments)
-
-    setup_context = staticmethod(_setup_context)
-
-    @staticmethod
-    @first_order("flash_attention")
-    def backward(ctx, grad_out: Tensor, _grad_lse):
-        gradients = _backward_op if _is_watched() else _gradients
-        *inputs, out, lse = ctx.saved_tensors
-        return *gradients(*inputs, *ctx.options, grad_out, out, lse), *(None,) * 9
+@register_flop_formula(torch.ops.labkit.flash_attention_backward, get_raw=True)
+def _(_grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, _out, _lse, _scale, left, right, *_, **__):
+    return _flops(10, q, k, cu_seqlens_q, cu_seqlens_k, left, right)
 
 
 def flash_attention(
@@ -511,36 +415,47 @@ def flash_attention(
 
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
     """
-    is_cast = torch._C._is_any_autocast_enabled() and isinstance(q, Tensor) and not q.is_meta
-    if is_cast and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = autocast_dtype(q) if isinstance(q, Tensor) else None
+    if dtype is not None:
         q, k, v = (
             x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x
             for x in (q, k, v)
         )
-    tensors, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    asked = (causal, scale, window, precision, impl)
-    is_compiled = torch.compiler.is_compiling()
-    # An operator would drop the tangents of forward mode, which a function that has none of its own
-    # refuses.
-    if is_compiled and forward_ad._current_level >= 0:
-        raise NotImplementedError("flash_attention has no derivative in forward mode")
-    # Whatever looks at operators (a compiler, a mode, a subclass of tensors, the meta device) is
-    # shown one.
-    if is_compiled:
-        return _forward_op(*tensors, *_options(*tensors, *lengths, *asked), *lengths)[0]
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        options = _options(*tensors, *lengths, *asked)
-        return TransformedFlashAttention.apply(*tensors, *options, *lengths)[0]
-    if type(q) not in (Tensor, Parameter) or q.is_meta or is_in_torch_dispatch_mode():
-        return _forward_op(*tensors, *_options(*tensors, *lengths, *asked), *lengths)[0]
-    options, plan = _plan_once(tensors, lengths, asked)
-    if plan is None:
-        return TransformedFlashAttention.apply(*tensors, *options, *lengths)[0]
-    cu_seqlens = ()
-    if cu_seqlens_q is not None:
-        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-        check_lengths(q, k, *cu_seqlens, *lengths)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return EagerFlashAttention.apply(q, k, v, plan, *cu_seqlens)
-    return plan.forward(q, k, v, *cu_seqlens)[0]
+    _check_tensors(q, k, v, packed=cu_seqlens_q is not None or cu_seqlens_k is not None)
+    check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    left, right = _check_window(window, causal)
+    scale = _check_scale(scale, q.shape[-1])
+    for name, value, accepted in (("impl", impl, IMPLS), ("precision", precision, PRECISIONS)):
+        if value not in accepted:
+            raise ValueError(f"{name} must be one of {listed(accepted)}; got {value!r}")
+    # The meta device has no memory to launch on: its tensors are shown to the operator.
+    attend = _forward.op if q.is_meta else _forward
+    options = (scale, left, right, precision, impl, max_seqlen_q, max_seqlen_k)
+    return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)[0]
+
+
+class FlashAttention(torch.autograd.Function):
+    """Attention by the Triton kernels, `apply(q, k, v, is_causal=False)`, scale 1/√D.
+
+    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys, on a
+    CUDA device. Saved for backward: q, k, v, the output, and one tensor of shape (batch[, heads],
+    n_queries), the log-sum-exp in natural units. `flash_attention` is the same with every option,
+    and what torch.compile takes.
+
+    Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        _check_tensors(q, k, v, packed=False)
+        ctx.options = (q.shape[-1] ** -0.5, -1, 0 if is_causal else -1, "auto", "triton")
+        out, lse = _forward.run((q, k, v, None, None, *ctx.options, None, None))
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @first_order("flash_attention")
+    def backward(ctx, grad_out: Tensor):
+        q, k, v, out, lse = ctx.saved_tensors
+        arguments = (grad_out, q, k, v, None, None, out, lse, *ctx.options)
+        return *_backward.run(arguments), None

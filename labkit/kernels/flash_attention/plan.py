@@ -8,7 +8,6 @@ Shape suffixes: B batch, H query heads, S length, D head dimension.
 
 import contextlib
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,12 +16,6 @@ import torch
 import triton
 from torch import Tensor
 
-from labkit.kernels.flash_attention.choice import (
-    backward_kernels,
-    capability_of,
-    hopper_kernels,
-    resolve_precision,
-)
 from labkit.kernels.flash_attention.splits import (
     combine_launch,
     empty_splits,
@@ -33,6 +26,10 @@ from labkit.kernels.flash_attention.tiles import (
     INTERPRETER_TILES,
     AttentionConfig,
     TileConfig,
+    capability_of,
+    hopper_kernels,
+    resolve_backward,
+    resolve_precision,
     select_tiles,
 )
 from labkit.kernels.flash_attention.triton import (
@@ -43,8 +40,7 @@ from labkit.kernels.flash_attention.triton import (
     STATISTICS_PADDING,
     attention_slices_kernel,
     flash_attention_bwd_delta_kernel,
-    flash_attention_bwd_dkdv_kernel,
-    flash_attention_bwd_dq_kernel,
+    flash_attention_bwd_kernel,
     flash_attention_fwd_kernel,
     slice_elements,
     split_head_dim,
@@ -52,20 +48,8 @@ from labkit.kernels.flash_attention.triton import (
 from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
 
 SLICES_BLOCK = 16  # rows that a program cuts into slices
-# Tiles of a loop up to which the kernel that would combine splits takes the host longer to launch
-# than the device gains.
-WHOLE, WHOLE_PAST_64 = 8, 2
-# Warps of the forward kernel that run at once on a multiprocessor, as far as splitting reckons:
-# ((widest head dimension, warps), …) by bytes of an element. Registers bound them; these gave
-# numbers of splits near the fastest on an H200.
-WARPS_AT_ONCE = {2: ((64, 16), (256, 8)), 4: ((32, 24), (256, 8))}
-SHARED_KIB = 227  # of a Hopper multiprocessor, which tiles of slices fill
-
-KERNELS = {
-    "forward": flash_attention_fwd_kernel,
-    "dkdv": flash_attention_bwd_dkdv_kernel,
-    "dq": flash_attention_bwd_dq_kernel,
-}
+# Elements between rows from which offsets inside a tile of 128 rows might not fit in int32.
+FAR_APART = 2**23
 
 
 class Layout(NamedTuple):
@@ -76,6 +60,7 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     on_boundary: bool
 
     def as_4d(self, packed: bool) -> "Layout":
@@ -103,27 +88,30 @@ class Layout(NamedTuple):
         if len(self.shape) == 4 and self.strides[1] < self.strides[2]:
             _, heads, length, head_dim = self.shape
             strides = (length * heads * head_dim, head_dim, heads * head_dim, 1)
-            return Layout(self.shape, strides, self.dtype, True)
+            return self._replace(strides=strides, on_boundary=True)
         return self.contiguous()
 
     def contiguous(self) -> "Layout":
         """What `Tensor.contiguous` copies to."""
         strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        return Layout(self.shape, strides, self.dtype, True)
+        return self._replace(strides=strides, on_boundary=True)
+
+    def empty(self) -> Tensor:
+        """Returns room for a dense layout."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
 def layout_of(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
 
 
 def alignment_of(*layouts: Layout) -> int:
     """Elements in 16 bytes where every row of every tensor starts on such a boundary, else 1."""
     elements = 16 // layouts[0].dtype.itemsize
-    for x in layouts:
-        on_boundaries = x.on_boundary and not any(stride % elements for stride in x.strides[:-1])
-        if x.strides[-1] != 1 or not on_boundaries:
-            return 1
-    return elements
+    aligned = all(
+        x.on_boundary and not any(stride % elements for stride in x.strides[:-1]) for x in layouts
+    )
+    return elements if aligned else 1
 
 
 class Call(NamedTuple):
@@ -134,7 +122,6 @@ class Call(NamedTuple):
     q: Layout
     k: Layout
     v: Layout
-    device: torch.device
     cu_seqlens: tuple[Layout, Layout] | None
     scale: float
     left: int
@@ -160,91 +147,14 @@ class Call(NamedTuple):
             (num_batches,) = self.cu_seqlens[0].shape
         return num_batches, num_heads, num_key_heads, num_queries, num_keys, head_dim
 
-    def num_tiles(self, block: int, of_keys: bool = False) -> int:
-        """Returns how many tiles of `block` rows all sequences have; those of packed ones are as in
-        `_sequence_of`.
+    def num_tiles(self, length: int, block: int) -> int:
+        """Returns how many tiles of `block` rows all sequences have, of the length of each or, in a
+        packed batch, of all; those are as in `_sequence_of`.
         """
-        num_batches, _, _, num_queries, num_keys, _ = self.sizes
-        length = num_keys if of_keys else num_queries
+        num_batches = self.sizes[0]
         if self.packed:
             return length // block + num_batches
         return triton.cdiv(length, block) * num_batches
-
-
-def check_lengths(
-    q: Tensor, k: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-) -> None:
-    """Raises for cumulative lengths that cannot be, which it has to read: it waits for the device.
-
-    On a CUDA device they are not read where both longest are given: whoever gives them answers for
-    the lengths too.
-    """
-    if q.is_cuda:
-        if max_seqlen_q is not None and max_seqlen_k is not None:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "max_seqlen_q and max_seqlen_k must be given where a CUDA graph is captured; got "
-                "None"
-            )
-    sides = (("q", q.shape[0], max_seqlen_q), ("k", k.shape[0], max_seqlen_k))
-    lengths = torch.stack((cu_seqlens_q, cu_seqlens_k)).tolist()
-    for values, (side, total, max_seqlen) in zip(lengths, sides, strict=True):
-        name = f"cu_seqlens_{side}"
-        if values[0] != 0:
-            raise ValueError(f"{name} must start at 0; got {values[0]}")
-        longest = 0
-        for begin, end in itertools.pairwise(values):
-            if begin >= end:
-                raise ValueError(f"{name} must be increasing; got {begin} and then {end}")
-            longest = max(longest, end - begin)
-        if values[-1] != total:
-            raise ValueError(
-                f"{name} must end at the number of rows of {side}, {total}; got {values[-1]}"
-            )
-        if max_seqlen is not None and max_seqlen < longest:
-            raise ValueError(
-                f"max_seqlen_{side} must be at least the longest sequence, {longest}; got "
-                f"{max_seqlen}"
-            )
-
-
-# ---- room ----------------------------------------------------------------------------------------
-
-
-def _empty(layout: Layout, like: Tensor) -> Tensor:
-    """Returns room for the dense layout of a tensor, on its device; the tensor's own strides cost
-    least.
-    """
-    if like.stride() == layout.strides:
-        return torch.empty_like(like)
-    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=like.device)
-
-
-def empty_like_layout(x: Tensor) -> Tensor:
-    """Returns room for `Layout.dense`; x may be a tensor without an address."""
-    return _empty(Layout(x.shape, x.stride(), x.dtype, True).dense(), x)
-
-
-def empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """Returns room for the output and the log-sum-exp."""
-    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return empty_like_layout(q), torch.empty(lse_shape, dtype=lse_dtype, device=q.device)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Returns a dense copy, which starts on a boundary; `contiguous` would return a dense tensor
-    that does not.
-    """
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _on_device_of(q: Tensor):
-    """Triton launches on the current device, which need not be that of the tensors."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return torch.cuda.device(q.device)
-    return contextlib.nullcontext()
 
 
 # ---- the Triton kernels --------------------------------------------------------------------------
@@ -254,174 +164,220 @@ def tiles_for(call: Call, layouts: tuple[Layout, ...]) -> AttentionConfig:
     """Returns the tiles of a call's kernels for operands of these layouts."""
     if call.config is not None:
         return call.config
-    if call.device.type != "cuda":
+    if call.q.device.type != "cuda":
         return INTERPRETER_TILES
-    # A window's tiles are masked on both sides, as causal ones are on one.
+    capability = capability_of(call.q.device.index)
+    aligned = alignment_of(*layouts) > 1
     return select_tiles(
-        call.q.shape[-1],
-        call.q.dtype,
-        call.left >= 0 or call.right >= 0,
-        capability_of(call.device.index),
-        call.precision,
-        alignment_of(*layouts) > 1,
-        call.packed,
+        call.q.shape[-1], call.q.dtype, capability, call.precision, aligned, call.packed
     )
 
 
 def forward_splits(call: Call, tile: TileConfig) -> int:
     """Returns among how many programs the forward kernel splits the keys of a tile of queries."""
-    _, num_heads, _, _, num_keys, head_dim = call.sizes
-    num_tiles = triton.cdiv(num_keys, tile.block_k)
-    whole = WHOLE if head_dim <= 64 else WHOLE_PAST_64
-    if call.device.type != "cuda" or call.packed or call.left >= 0 or num_tiles <= whole:
+    _, num_heads, _, num_queries, num_keys, head_dim = call.sizes
+    device = call.q.device
+    if device.type != "cuda" or call.packed or call.left >= 0:
         return 1
-    itemsize = call.q.dtype.itemsize
-    warps = next(warps for widest, warps in WARPS_AT_ONCE[itemsize] if head_dim <= widest)
-    programs = max(1, warps // tile.num_warps)
-    if call.precision == "bf16x6":
-        num_rows = tile.block_q + tile.block_k * 2 * tile.num_stages
-        shared_kib = num_rows * row_elements(head_dim) * 2 * NUM_SLICES / 1024
-        programs = max(1, min(programs, int(SHARED_KIB // shared_kib)))
-    return num_splits_of(
-        call.num_tiles(tile.block_q) * num_heads,
-        num_tiles,
-        programs * num_multiprocessors(call.device.index),
-        call.right >= 0,
-        part_kib=tile.block_q * row_elements(head_dim) * 4 / 1024,
-        itemsize=itemsize,
-    )
+    # Registers bound the warps that run at once on a multiprocessor: with these the numbers of
+    # splits were near the fastest on an H200.
+    warps = 16 if head_dim * call.q.dtype.itemsize <= 128 else 8
+    programs = max(1, warps // tile.num_warps) * num_multiprocessors(device.index)
+    num_work_tiles = call.num_tiles(num_queries, tile.block_q) * num_heads
+    num_tiles = triton.cdiv(num_keys, tile.block_k)
+    return num_splits_of(num_work_tiles, num_tiles, programs, call.right >= 0)
 
 
-def _strides(*layouts: Layout) -> tuple[int, ...]:
-    return tuple(stride for x in layouts for stride in x.strides)
+def _strides(*layouts: Layout) -> tuple[tuple[int, int, int], ...]:
+    """The distances of batches, heads and rows."""
+    return tuple(x.strides[:3] for x in layouts)
 
 
-def _launch(
-    kernel: str,
-    call: Call,
-    operands: tuple[Layout, ...],
-    tile: TileConfig,
-    statistics_strides: tuple[int, int],
-    num_splits: int = 1,
-) -> Launch:
-    """Returns the launch of one of KERNELS on operands, 4D, in the order of its parameters."""
-    num_batches, num_heads, num_key_heads, num_queries, num_keys, head_dim = call.sizes
-    group = num_heads // num_key_heads
-    alignment = alignment_of(*operands)
+def _flags(call: Call, tile: TileConfig, layouts: tuple[Layout, ...]) -> dict:
+    """Returns the constants that forward and backward kernels share."""
+    head_dim = call.q.shape[-1]
+    alignment = alignment_of(*layouts)
     block_d, tail_d = split_head_dim(head_dim, aligned=alignment > 1)
-    block, columns = max(tile.block_q, tile.block_k), 2 * head_dim
-    has_edge = call.left >= 0 or call.right >= 0
-    flags = {
+    return {
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "TAIL_D": tail_d,
+        "IS_PACKED": call.packed,
+        "PRECISION": call.precision,
+        "ALIGNMENT": alignment,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _forward_launch(
+    call: Call, layouts: tuple[Layout, ...], tile: TileConfig, num_splits: int
+) -> Launch:
+    """Returns the launch on layouts, 4D, of q, k, v and what is written."""
+    num_batches, num_heads, num_key_heads, num_queries, num_keys, _ = call.sizes
+    has_edge = call.left >= 0 or call.right >= 0
+    even = not call.packed and num_keys % tile.block_k == 0
+    flags = _flags(call, tile, layouts) | {
         "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k,
         "HAS_LEFT": call.left >= 0,
         "HAS_RIGHT": call.right >= 0,
-        "IS_PACKED": call.packed,
-        "PRECISION": call.precision,
-        "ALIGNMENT": alignment,
-        # A tile that spans 2³¹ elements: offsets inside it need int64.
-        "WIDE": any(
-            block * abs(x.strides[-2]) + columns * abs(x.strides[-1]) >= 2**31 for x in operands
-        ),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-    own_numbers = (call.scale * LOG2_E, call.scale, call.left, call.right)
-    if kernel == "dkdv":
-        # The statistics of queries are padded: two loops always.
-        even = not call.packed and num_queries % tile.block_q == 0
-        flags |= {"EVEN_Q": even, "UNMASKED_LOOP": tile.unmasked_loop}
-        num_heads = num_key_heads
-        num_tiles = call.num_tiles(tile.block_k, of_keys=True)
-    else:
+        "SPLIT_K": num_splits > 1,
         # Two loops where the mask has an edge, one where it has none, and of a split: with the
         # bounds of two, cut down to it, ptxas serialises the products of both (C7515).
-        even = not call.packed and num_keys % tile.block_k == 0
-        two_loops = tile.unmasked_loop and (has_edge or even) and num_splits == 1
-        flags |= {"EVEN_K": even, "UNMASKED_LOOP": two_loops}
-        num_tiles = call.num_tiles(tile.block_q)
-    if kernel == "forward":
-        flags["SPLIT_K"] = num_splits > 1
-        own_numbers = (call.scale * LOG2_E, call.left, call.right, num_splits)
-    else:
-        flags["PADDING"] = STATISTICS_PADDING
+        "UNMASKED_LOOP": tile.unmasked_loop and (has_edge or even) and num_splits == 1,
+        "EVEN_K": even,
+    }
     numbers = (
-        *_strides(*operands),
-        *statistics_strides,
+        *_strides(*layouts),
+        (0 if call.packed else num_heads * num_queries, num_queries, 1),
         num_heads,
-        group,
+        num_heads // num_key_heads,
         num_queries,
         num_keys,
         num_batches,
-        *own_numbers,
+        num_splits,
+        call.scale * LOG2_E,
+        call.left,
+        call.right,
     )
-    return Launch(KERNELS[kernel], (num_tiles * num_heads * num_splits,), flags, numbers)
+    num_programs = call.num_tiles(num_queries, tile.block_q) * num_heads * num_splits
+    return Launch(flash_attention_fwd_kernel, (num_programs,), flags, numbers)
 
 
-def slices_of(call: Call, *grad_out: Layout) -> tuple[tuple[Layout, ...], Callable[..., tuple]]:
-    """Returns the layouts of the bf16 slices of q, k, v and, where it is given, grad_out, and what
-    cuts them: it returns vectors, for the kernels go by the layouts.
+def _backward_launch(
+    call: Call,
+    layouts: tuple[Layout, ...],
+    grads: tuple[Layout, ...],
+    tile: TileConfig,
+    statistics_strides: tuple[int, int, int],
+) -> Launch:
+    """Returns the launch on layouts, 4D, of q, k, v and the gradient of the output: of the
+    gradients of k and v where there are two, else of q's.
+    """
+    num_batches, num_heads, num_key_heads, num_queries, num_keys, _ = call.sizes
+    q, k, v, grad_out = layouts
+    of_keys = len(grads) == 2
+    has_edge = call.left >= 0 or call.right >= 0
+    if of_keys:
+        own, other = (k, v), (q, grad_out)
+        own_length, other_length = num_keys, num_queries
+        own_block, other_block = tile.block_k, tile.block_q
+        before, after = call.right, call.left
+        own_heads = num_key_heads
+    else:
+        own, other = (q, grad_out), (k, v)
+        own_length, other_length = num_queries, num_keys
+        own_block, other_block = tile.block_q, tile.block_k
+        before, after = call.left, call.right
+        own_heads = num_heads
+    even = not call.packed and other_length % other_block == 0
+    flags = _flags(call, tile, (*layouts, *grads)) | {
+        "OF_KEYS": of_keys,
+        "OWN_BLOCK": own_block,
+        "OTHER_BLOCK": other_block,
+        "HAS_BEFORE": before >= 0,
+        "HAS_AFTER": after >= 0,
+        "PADDING": STATISTICS_PADDING,
+        # The statistics of queries are padded: keys have two loops always.
+        "UNMASKED_LOOP": tile.unmasked_loop and (has_edge or even or of_keys),
+        "EVEN": even,
+    }
+    numbers = (
+        _strides(*own),
+        _strides(*other),
+        _strides(*grads),
+        statistics_strides,
+        own_heads,
+        num_heads // num_key_heads,
+        own_length,
+        other_length,
+        num_batches,
+        call.scale * LOG2_E,
+        call.scale,
+        before,
+        after,
+    )
+    num_programs = call.num_tiles(own_length, own_block) * own_heads
+    return Launch(flash_attention_bwd_kernel, (num_programs,), flags, numbers)
+
+
+def _delta_launch(
+    call: Call, out: Layout, grad_out: Layout, statistics_strides: tuple[int, int, int]
+) -> Launch:
+    num_batches, num_heads, _, num_queries, _, head_dim = call.sizes
+    numbers = (
+        *_strides(out, grad_out),
+        (0 if call.packed else num_heads * num_queries, num_queries, 1),
+        statistics_strides,
+        num_heads,
+        num_queries,
+        num_batches,
+    )
+    flags = {
+        "HEAD_DIM": head_dim,
+        "PADDED_D": triton.next_power_of_2(head_dim),
+        "BLOCK_Q": DELTA_BLOCK_Q,
+        "IS_PACKED": call.packed,
+        "PADDING": STATISTICS_PADDING,
+    }
+    num_tiles = call.num_tiles(num_queries, STATISTICS_PADDING)
+    num_programs = num_tiles * (STATISTICS_PADDING // DELTA_BLOCK_Q) * num_heads
+    return Launch(flash_attention_bwd_delta_kernel, (num_programs,), flags, numbers)
+
+
+def slices_of(
+    layouts: tuple[Layout, ...], packed: bool
+) -> tuple[tuple[Layout, ...], Callable[..., tuple]]:
+    """Returns the layouts of the bf16 slices of tensors, 4D, and what cuts them: it returns
+    vectors, for the kernels go by the layouts.
 
     Interpreted kernels keep the slices in fp32, of which they can multiply.
     """
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
-    _, num_heads, num_key_heads, num_queries, num_keys, head_dim = call.sizes
-    whole = [x.as_4d(call.packed) for x in (call.q, call.k, call.v, *grad_out)]
+    head_dim = layouts[0].shape[-1]
     row = NUM_SLICES * slice_elements(head_dim)
-    layouts = []
-    for x in whole:
+    sliced = []
+    for x in layouts:
         _, heads, length, _ = x.shape
-        batch_stride = 0 if call.packed else heads * length * row
-        layouts.append(Layout(x.shape, (batch_stride, length * row, row, 1), dtype, True))
-    rows = [math.prod(x.shape[:3]) for x in whole]
-    sizes = [num_rows * row for num_rows in rows]
-    # Without grad_out, whose place is the last, the strides there are anything.
-    strides = _strides(*whole) if grad_out else _strides(*whole, whole[0])
-    numbers = (*strides, num_heads, num_key_heads, num_queries, num_keys, *rows[:2])
-    padded = triton.next_power_of_2(head_dim)
-    flags = {"HEAD_DIM": head_dim, "PADDED_D": padded, "BLOCK": SLICES_BLOCK}
-    grid = (triton.cdiv(max(rows), SLICES_BLOCK), len(whole))
+        strides = (0 if packed else heads * length * row, length * row, row, 1)
+        sliced.append(x._replace(strides=strides, dtype=dtype, on_boundary=True))
+    num_rows = tuple(math.prod(x.shape[:3]) for x in layouts)
+    sizes = [rows * row for rows in num_rows]
+    _, num_heads, lengths, _ = zip(*(x.shape for x in layouts), strict=True)
+    flags = {
+        "HEAD_DIM": head_dim,
+        "PADDED_D": triton.next_power_of_2(head_dim),
+        "BLOCK": SLICES_BLOCK,
+    }
+    grid = (triton.cdiv(max(num_rows), SLICES_BLOCK), len(layouts))
+    numbers = (_strides(*layouts), num_heads, lengths, num_rows)
     launch = Launch(attention_slices_kernel, grid, flags, numbers)
-    absent = () if grad_out else (None,)
 
     def cut(*tensors: Tensor) -> tuple[Tensor, ...]:
         slices = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device).split(sizes)
-        launch(*tensors, *absent, *slices, *absent)
+        launch(tensors, slices)
         return slices
 
-    return tuple(layouts), cut
+    return tuple(sliced), cut
 
 
-def _inputs(
-    call: Call, *grad_out: Layout
-) -> tuple[tuple[Layout, ...], Callable[..., tuple] | None]:
-    """Returns the layouts in which the kernels read the inputs, 4D, and what first cuts them into
-    slices, None where they are read as they are.
-    """
-    if call.precision == "bf16x6":
-        return slices_of(call, *grad_out)
-    return tuple(x.as_4d(call.packed) for x in (call.q, call.k, call.v, *grad_out)), None
-
-
-def _triton_forward(call: Call, out: Layout) -> Callable[..., None]:
+def _triton_forward(call: Call, inputs: tuple[Layout, ...], out: Layout) -> Callable[..., None]:
     """Returns what writes the output and the log-sum-exp: run((q, k, v), out, lse, cu_seqlens)."""
-    layouts, cut = _inputs(call)
-    tile = tiles_for(call, (*layouts, out)).forward
+    cut = None
+    if call.precision == "bf16x6":
+        inputs, cut = slices_of(inputs, call.packed)
+    tile = tiles_for(call, (*inputs, out)).forward
     num_splits = forward_splits(call, tile)
-    _, num_heads, num_rows, head_dim = out.shape
     combine = None
     written = out
+    head_dim = out.shape[-1]
     if num_splits > 1:
         combine = combine_launch(out.shape, out.strides, num_splits)
         # The outputs of all splits, one batch of them after another.
-        row = row_elements(head_dim)
-        strides = (num_heads * num_rows * row, num_rows * row, row, 1)
-        written = Layout(out.shape, strides, torch.float32, True)
-    lse_strides = (0 if call.packed else num_heads * num_rows, num_rows)
-    launch = _launch("forward", call, (*layouts, written), tile, lse_strides, num_splits)
+        shape = (*out.shape[:3], row_elements(head_dim))
+        written = out._replace(shape=shape, dtype=torch.float32).contiguous()
+    launch = _forward_launch(call, (*inputs, written), tile, num_splits)
 
     def run(inputs, out, lse, cu_seqlens) -> None:
         if cut is not None:
@@ -437,88 +393,70 @@ def _triton_forward(call: Call, out: Layout) -> Callable[..., None]:
 
 
 def _triton_backward(
-    call: Call, grad_out: Layout, grads: tuple[Layout, ...], statistics_strides: tuple[int, int]
+    call: Call,
+    inputs: tuple[Layout, ...],
+    grads: tuple[Layout, ...],
+    statistics_strides: tuple[int, int, int],
 ) -> Callable[..., None]:
     """Returns what writes the gradients: run((q, k, v, grad_out), (lse_log2, delta), grads,
     cu_seqlens).
     """
-    layouts, cut = _inputs(call, grad_out)
-    config = tiles_for(call, (*layouts, *grads))
-    grad_q, *grads_kv = grads
-    dkdv = _launch("dkdv", call, (*layouts, *grads_kv), config.dkdv, statistics_strides)
-    dq = _launch("dq", call, (*layouts, grad_q), config.dq, statistics_strides)
+    cut = None
+    if call.precision == "bf16x6":
+        inputs, cut = slices_of(inputs, call.packed)
+    config = tiles_for(call, (*inputs, *grads))
+    dkdv = _backward_launch(call, inputs, grads[1:], config.dkdv, statistics_strides)
+    dq = _backward_launch(call, inputs, grads[:1], config.dq, statistics_strides)
 
     def run(inputs, statistics, grads, cu_seqlens) -> None:
-        if cut is not None:
-            inputs = cut(*inputs)
-        grad_q, grad_k, grad_v = grads
-        dkdv(*inputs, *statistics, grad_k, grad_v, *cu_seqlens)
-        dq(*inputs, *statistics, grad_q, *cu_seqlens)
+        q, k, v, grad_out = inputs if cut is None else cut(*inputs)
+        cu_q, cu_k = cu_seqlens
+        dkdv((k, v), (q, grad_out), *statistics, grads[1:], cu_k, cu_q)
+        dq((q, grad_out), (k, v), *statistics, grads[:1], cu_q, cu_k)
 
     return run
-
-
-def _delta_launch(
-    call: Call, out: Layout, grad_out: Layout, lse: Layout, statistics_strides: tuple[int, int]
-) -> Launch:
-    num_batches, num_heads, _, num_queries, _, head_dim = call.sizes
-    lse_strides = (0, lse.strides[0])
-    if not call.packed:
-        batch_stride, *head_stride, _ = lse.strides
-        lse_strides = (batch_stride, *(head_stride or [0]))
-    numbers = (
-        *_strides(out.as_4d(call.packed), grad_out.as_4d(call.packed)),
-        *lse_strides,
-        *statistics_strides,
-        num_heads,
-        num_queries,
-        num_batches,
-    )
-    flags = {
-        "HEAD_DIM": head_dim,
-        "PADDED_D": triton.next_power_of_2(head_dim),
-        "BLOCK_Q": DELTA_BLOCK_Q,
-        "IS_PACKED": call.packed,
-        "PADDING": STATISTICS_PADDING,
-    }
-    num_tiles = call.num_tiles(STATISTICS_PADDING) * (STATISTICS_PADDING // DELTA_BLOCK_Q)
-    return Launch(flash_attention_bwd_delta_kernel, (num_tiles * num_heads,), flags, numbers)
 
 
 # ---- the plan ------------------------------------------------------------------------------------
 
 
-def _on_tma(layouts: tuple[Layout, ...]) -> tuple[list[bool], list[Layout]]:
-    """Returns which tensors TMA cannot read until they are copied, and the layouts in which it
-    reads all, 4D.
-
-    Rows must start on 16-byte boundaries, at positive distances.
+def _is_copied(call: Call, x: Layout) -> bool:
+    """Whether the kernels read a dense copy of an input: its columns lie apart, or its rows too
+    far, or they start off 16-byte boundaries without need; TMA also wants distances to be positive.
     """
-    copied = [
-        alignment_of(x) == 1
-        or any(size > 1 and stride <= 0 for size, stride in zip(x.shape, x.strides, strict=True))
-        for x in layouts
-    ]
-    ready = (x.contiguous() if copy else x for copy, x in zip(copied, layouts, strict=True))
-    return copied, [x.as_4d(packed=False) for x in ready]
+    elements = 16 // x.dtype.itemsize
+    off_boundaries = x.shape[-1] % elements == 0 and alignment_of(x) == 1
+    row_stride = x.as_4d(call.packed).strides[2]
+    is_apart = x.strides[-1] != 1 or row_stride >= FAR_APART
+    is_expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.strides, strict=True))
+    return is_apart or off_boundaries or (call.impl == "gluon" and is_expanded)
 
 
-def _gluon(kernels: str, call: Call, inputs: tuple[Layout, ...], *rest) -> Callable[..., None]:
-    """Returns what launches kernels of a module of hopper/, with those of its inputs copied that
-    TMA cannot read: run(inputs, …, cu_seqlens).
-    """
-    copies, loaded = _on_tma(inputs)
-    launch = hopper_kernels(kernels).plan(
-        *loaded, *rest, call.device.index, scale=call.scale, causal=call.right == 0
-    )
-    if not any(copies):
-        return launch
+class Inputs:
+    """The inputs of kernels: their layouts, 4D, and of which a copy is read."""
 
-    def run(inputs, *others) -> None:
-        ready = [_dense(x) if copy else x for copy, x in zip(copies, inputs, strict=True)]
-        launch(ready, *others)
+    def __init__(self, call: Call, *layouts: Layout):
+        self.copied = [_is_copied(call, x) for x in layouts]
+        read = (
+            x.contiguous() if copied else x for x, copied in zip(layouts, self.copied, strict=True)
+        )
+        self.layouts = tuple(x.as_4d(call.packed) for x in read)
 
-    return run
+    def read(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns the tensors, or copies; `contiguous` would return a dense one off a boundary as
+        it is.
+        """
+        return [
+            x.clone(memory_format=torch.contiguous_format) if copied else x
+            for x, copied in zip(tensors, self.copied, strict=True)
+        ]
+
+
+def _on_device_of(q: Tensor):
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return torch.cuda.device(q.device)
+    return contextlib.nullcontext()
 
 
 class Plan:
@@ -527,27 +465,28 @@ class Plan:
     """
 
     def __init__(self, call: Call):
-        self.call = call
-        self.layouts = call[:3]
-        self.forwards: tuple | None = None
-        self.backwards: dict[tuple, tuple] = {}
-
-    def of(self, q: Tensor, k: Tensor, v: Tensor) -> "Plan":
-        """Returns this plan or, of tensors that came back from a hook with other layouts,
-        theirs.
-        """
-        layouts = (layout_of(q), layout_of(k), layout_of(v))
-        return self if layouts == self.layouts else _plan_of(Call(*layouts, *self.call[3:]))
-
-    def _plan_forward(self) -> tuple[Layout, tuple[int, ...], Callable[..., None]]:
-        """Returns the layout of the output, the shape of the log-sum-exp, and what writes both."""
-        call = self.call
-        out = call.q.dense()
-        out_4d = out.as_4d(call.packed)
-        lse_shape = out_4d.shape[1:3] if call.packed else out.shape[:-1]
+        _, _, _, num_queries, num_keys, head_dim = call.sizes
+        # A limit that no pair of positions reaches is none, and its loop then costs nothing.
+        self.call = call._replace(
+            scale=1 / math.sqrt(head_dim) if call.scale is None else call.scale,
+            left=-1 if call.left >= num_keys else call.left,
+            right=-1 if call.right >= num_queries else call.right,
+            precision=resolve_precision(call.q, call.precision, packed=call.packed),
+        )
+        self.launched_backward: dict[tuple, tuple] = {}
+        self.inputs = Inputs(self.call, call.q, call.k, call.v)
+        self.out = call.q.dense()
+        out = self.out.as_4d(call.packed)
+        self.lse_shape = out.shape[1:3] if call.packed else self.out.shape[:-1]
         if call.impl == "gluon":
-            return out, lse_shape, _gluon("forward", call, self.layouts, out_4d)
-        return out, lse_shape, _triton_forward(call, out_4d)
+            self.write_outputs = self._gluon("forward", *self.inputs.layouts, out)
+        else:
+            self.write_outputs = _triton_forward(self.call, self.inputs.layouts, out)
+
+    def _gluon(self, kernels: str, *arguments) -> Callable[..., None]:
+        call = self.call
+        options = {"scale": call.scale, "causal": call.right == 0}
+        return hopper_kernels(kernels).plan(*arguments, call.q.device.index, **options)
 
     def forward(
         self,
@@ -561,47 +500,37 @@ class Plan:
 
         The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch.
         """
-        if q.is_neg() or k.is_neg() or v.is_neg():
-            raise ValueError(
-                "q, k and v must not be negated views, whose sign a kernel does not see; call "
-                "resolve_neg"
-            )
-        if self.forwards is None:
-            self.forwards = self._plan_forward()
-        layout, lse_shape, run = self.forwards
-        out = _empty(layout, q)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        out = self.out.empty()
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
         with _on_device_of(q):
-            run((q, k, v), out, lse, (cu_seqlens_q, cu_seqlens_k))
+            read = self.inputs.read(q, k, v)
+            self.write_outputs(read, out, lse, (cu_seqlens_q, cu_seqlens_k))
         return out, lse
 
     def _plan_backward(
-        self, grad_out: Layout, out: Layout, lse: Layout, grads: tuple[Layout, ...] | None
-    ) -> tuple:
-        """Returns whether grad_out is copied first, the layouts of the gradients, the shape of the
-        row statistics, what writes these, and what writes those.
+        self, grad_out: Layout, out: Layout
+    ) -> tuple[Inputs, tuple[int, ...], Launch, Callable[..., None]]:
+        """Returns the inputs, the shape of the row statistics, what writes these, and what writes
+        the gradients.
         """
         call = self.call
-        num_batches, num_heads, *_ = call.sizes
-        grads = grads or tuple(x.dense() for x in self.layouts)
-        grads_4d = tuple(x.as_4d(call.packed) for x in grads)
+        inputs = Inputs(call, call.q, call.k, call.v, grad_out, out)
+        *read, out = inputs.layouts
+        grads = tuple(x.dense().as_4d(call.packed) for x in call[:3])
+        num_batches, num_heads, _, num_queries, _, _ = call.sizes
         # The statistics of a packed batch are one set.
         num_sets = 1 if call.packed else num_batches
-        num_rows = call.num_tiles(STATISTICS_PADDING) // num_sets * STATISTICS_PADDING
-        strides = (0 if call.packed else num_heads * num_rows, num_rows)
+        num_tiles = call.num_tiles(num_queries, STATISTICS_PADDING)
+        num_rows = num_tiles // num_sets * STATISTICS_PADDING
+        strides = (0 if call.packed else num_heads * num_rows, num_rows, 1)
         if call.impl == "gluon":
-            q, k, _ = (x.as_4d(packed=False).shape for x in self.layouts)
-            kernels = backward_kernels(q, k, call.device.index, call.right == 0)
-            inputs = (*self.layouts, grad_out)
-            run = _gluon(kernels.replace(" ", "_"), call, inputs, grads_4d, num_rows)
+            q, k, *_ = read
+            kernels = resolve_backward(q, k, "gluon", causal=call.right == 0).replace(" ", "_")
+            run = self._gluon(kernels, *read, grads, num_rows)
         else:
-            run = _triton_backward(call, grad_out, grads_4d, strides)
-        # o.sum().backward() passes strides of zero: one copy costs less than loads of single
-        # elements.
-        copied = call.precision != "bf16x6" and alignment_of(grad_out) == 1
-        copied = copied and alignment_of(*self.layouts) > 1
-        delta = _delta_launch(call, out, grad_out, lse, strides)
-        return copied, grads, (2, num_sets, num_heads, num_rows), delta, run
+            run = _triton_backward(call, tuple(read), grads, strides)
+        delta = _delta_launch(call, out, read[3], strides)
+        return inputs, (2, num_sets, num_heads, num_rows), delta, run
 
     def backward(
         self,
@@ -613,32 +542,21 @@ class Plan:
         lse: Tensor,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
-        *,
-        grads: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of q, k and v, shaped as they are.
-
-        `grads` is where the gradients are written to, in place of room of their own.
-        """
-        grad_out = grad_out.resolve_neg()
-        room = None if grads is None else tuple(map(layout_of, grads))
-        layouts = (layout_of(grad_out), layout_of(out), layout_of(lse), room)
-        plan = self.backwards.get(layouts)
-        if plan is None:
-            plan = self.backwards[layouts] = self._plan_backward(*layouts)
-        copied, grad_layouts, statistics_shape, write_statistics, run = plan
-        if copied:
-            others = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-            return self.backward(_dense(grad_out), *others, grads=grads)
-        if grads is None:
-            layout_q, layout_k, layout_v = grad_layouts
-            grads = (_empty(layout_q, q), _empty(layout_k, k), _empty(layout_v, v))
+        """Returns the gradients of q, k and v, shaped as they are."""
+        # A kernel also depends on whether the log-sum-exp starts on a boundary.
+        key = (layout_of(grad_out), layout_of(out), layout_of(lse))
+        planned = self.launched_backward.get(key)
+        if planned is None:
+            planned = self.launched_backward[key] = self._plan_backward(*key[:2])
+        inputs, statistics_shape, write_statistics, run = planned
+        grads = tuple(x.dense().empty() for x in self.call[:3])
         statistics = torch.empty(statistics_shape, dtype=torch.float32, device=q.device)
         delta, lse_log2 = statistics.unbind()
         with _on_device_of(q):
-            write_statistics(out, grad_out, lse, delta, lse_log2, cu_seqlens_q)
-            cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-            run((q, k, v, grad_out), (lse_log2, delta), grads, cu_seqlens)
+            *read, out = inputs.read(q, k, v, grad_out, out)
+            write_statistics(out, read[3], lse.contiguous(), delta, lse_log2, cu_seqlens_q)
+            run(tuple(read), (lse_log2, delta), grads, (cu_seqlens_q, cu_seqlens_k))
         return grads
 
 
@@ -665,18 +583,11 @@ def plan_of(
     on the diagonal, −1 without limit; `impl` is "triton" or "gluon"; `config` overrides the tiles
     of "triton".
     """
+    layouts = (layout_of(q), layout_of(k), layout_of(v))
     cu_seqlens = None
     if cu_seqlens_q is not None:
         cu_seqlens = (layout_of(cu_seqlens_q), layout_of(cu_seqlens_k))
-    precision = resolve_precision(q, precision, packed=cu_seqlens is not None)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    # A limit that no pair of positions reaches is none, and its loop then costs nothing.
-    rows = 0 if cu_seqlens else -2
-    left = -1 if left >= k.shape[rows] else left
-    right = -1 if right >= q.shape[rows] else right
-    layouts = (layout_of(q), layout_of(k), layout_of(v))
-    options = (q.device, cu_seqlens, scale, left, right, precision, impl, config)
-    return _plan_of(Call(*layouts, *options))
+    return _plan_of(Call(*layouts, cu_seqlens, scale, left, right, precision, impl, config))
 
 
 def resolve_tiles(

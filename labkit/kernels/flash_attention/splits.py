@@ -15,68 +15,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.kernels.flash_attention.triton import start_of
 from labkit.kernels.launch import Launch
 
-# The fewest tiles of a split, by bytes of an element, and the most splits.
-TILES_OF_A_SPLIT = {2: 2, 4: 1}
 MOST_SPLITS = 32
 
 # What splitting costs, in the time of one tile (on an H200 1.4 us in 16 bits, several times that in
-# fp32): the begin and end of a program; by bytes of an element, the second kernel, which takes the
-# host longer to launch than the device to run; its KiB; and a tile of a causal split, in which
-# every tile is masked.
-COST_OF_A_PROGRAM = 4.0
-COST_OF_COMBINING = {2: 6.5, 4: 2.5}
-COST_OF_A_KIB = {2: 0.0004, 4: 0.0001}
-COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
+# fp32): the begin and end of a program, and the second kernel.
+COST_OF_A_PROGRAM = 4
+COST_OF_COMBINING = 7
 
-# What a program puts together, four elements to a thread, twice that where programs would be many,
-# and of how many splits it loads at once.
+# Elements that a program puts together, and of how many splits it loads them at once.
 COMBINED_ELEMENTS = 512
-MANY_PROGRAMS = 1024
 SPLITS_AT_ONCE = 4
 
 
-def num_splits_of(
-    num_work_tiles: int,
-    num_tiles: int,
-    programs: int,
-    causal: bool,
-    *,
-    part_kib: float,
-    itemsize: int = 2,
-) -> int:
+def num_splits_of(num_work_tiles: int, num_tiles: int, programs: int, causal: bool) -> int:
     """Returns among how many programs every loop is split; no split of the longest one is empty.
 
     The least time by a count of tiles: causal splits are of all lengths, begin with the longest,
-    and end with it or when all are given out; full ones run in equal waves. It is as good as
-    `programs`: where that was right the number chosen was within 10 % of the fastest on an H200.
+    and end with it or when all are given out; full ones run in equal waves. Where `programs` was
+    right the number chosen was near the fastest on an H200.
 
     Args:
         num_work_tiles: tiles of queries, of all heads and batches.
         num_tiles: of the longest loop.
         programs: how many run at once.
         causal: whether loops are of all lengths up to that, and not all as long.
-        part_kib: what one program leaves for the second kernel, in KiB.
-        itemsize: bytes of an element of q, k and v.
     """
 
-    def cost(num_splits: int) -> float:
-        tile = COST_OF_A_MASKED_TILE[itemsize] if causal and num_splits > 1 else 1.0
-        longest = COST_OF_A_PROGRAM + tile * -(-num_tiles // num_splits)
-        if causal:
-            mean = COST_OF_A_PROGRAM + tile * (num_tiles + 1) / 2 / num_splits
-            time = max(longest, num_work_tiles * num_splits * mean / programs)
-        else:
-            time = -(-num_work_tiles * num_splits // programs) * longest
-        if num_splits == 1:
-            return time
-        written_kib = part_kib * num_work_tiles * num_splits
-        return time + COST_OF_COMBINING[itemsize] + COST_OF_A_KIB[itemsize] * written_kib
+    def time(num_splits: int) -> float:
+        longest = COST_OF_A_PROGRAM + triton.cdiv(num_tiles, num_splits)
+        num_programs = num_work_tiles * num_splits
+        combining = COST_OF_COMBINING if num_splits > 1 else 0
+        if not causal:
+            return triton.cdiv(num_programs, programs) * longest + combining
+        mean = COST_OF_A_PROGRAM + (num_tiles + 1) / 2 / num_splits
+        return max(longest, num_programs * mean / programs) + combining
 
-    most = max(1, min(num_tiles // TILES_OF_A_SPLIT[itemsize], MOST_SPLITS))
-    tiles = (-(-num_tiles // num_splits) for num_splits in range(1, most + 1))
-    return min((-(-num_tiles // tiles_each) for tiles_each in tiles), key=cost)
+    num_splits = min(range(1, min(num_tiles, MOST_SPLITS) + 1), key=time)
+    return triton.cdiv(num_tiles, triton.cdiv(num_tiles, num_splits))
 
 
 @triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
@@ -85,10 +63,7 @@ def attention_combine_kernel(
     parts_lse_ptr,
     out_ptr,
     lse_ptr,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_od,
+    out_strides,
     num_rows,
     length,
     num_heads,
@@ -126,15 +101,10 @@ def attention_combine_kernel(
         maximum = new_maximum
     divisor = tl.where(total == 0.0, 1.0, total)
     out = out / divisor[:, None]
-    tl.store(
-        lse_ptr + rows,
-        tl.where(total == 0.0, float("-inf"), maximum + tl.log(divisor)),
-        mask=valid,
-    )
+    tl.store(lse_ptr + rows, maximum + tl.log(divisor), mask=valid)
     head = rows // length
-    at = (head // num_heads).to(tl.int64) * stride_ob + (head % num_heads).to(tl.int64) * stride_oh
-    at += (rows % length).to(tl.int64) * stride_os
-    out_ptrs = out_ptr + at[:, None] + cols.to(tl.int64)[None, :] * stride_od
+    starts = start_of(out_strides, head // num_heads, head % num_heads, rows % length, 1)
+    out_ptrs = out_ptr + starts[:, None] + cols[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -164,9 +134,7 @@ def combine_launch(shape: tuple[int, ...], strides: tuple[int, ...], num_splits:
     batch, num_heads, length, head_dim = shape
     num_rows = batch * num_heads * length
     padded = triton.next_power_of_2(head_dim)
-    block = max(1, COMBINED_ELEMENTS // padded)
-    if triton.cdiv(num_rows, block) >= MANY_PROGRAMS:
-        block *= 2
+    block = COMBINED_ELEMENTS // padded
     flags = {
         "HEAD_DIM": head_dim,
         "PADDED": padded,
@@ -174,5 +142,5 @@ def combine_launch(shape: tuple[int, ...], strides: tuple[int, ...], num_splits:
         "BLOCK": block,
         "STAGES": SPLITS_AT_ONCE,
     }
-    numbers = (*strides, num_rows, length, num_heads, num_splits)
+    numbers = (strides[:3], num_rows, length, num_heads, num_splits)
     return Launch(attention_combine_kernel, (triton.cdiv(num_rows, block),), flags, numbers)

@@ -54,25 +54,28 @@ def _mask(
     scores_QK: Tensor, queries: slice, keys: slice, diagonal: int, left: int, right: int
 ) -> Tensor:
     """Returns the tile of scores, −inf where the query does not see the key."""
-    if left < 0 and right < 0:
-        return scores_QK
-    query = torch.arange(queries.start, queries.stop, device=scores_QK.device)[:, None] + diagonal
-    key = torch.arange(keys.start, keys.stop, device=scores_QK.device)[None, :]
-    hidden = torch.zeros((), dtype=torch.bool, device=scores_QK.device)
+    device = scores_QK.device
+    query = torch.arange(queries.start, queries.stop, device=device)[:, None] + diagonal
+    key = torch.arange(keys.start, keys.stop, device=device)
     if right >= 0:
-        hidden = hidden | (key > query + right)
+        scores_QK = scores_QK.masked_fill(key > query + right, -math.inf)
     if left >= 0:
-        hidden = hidden | (key < query - left)
-    return scores_QK.masked_fill(hidden, -math.inf)
+        scores_QK = scores_QK.masked_fill(key < query - left, -math.inf)
+    return scores_QK
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Views q as (B, H_k, G, Q, D) and k, v as (B, H_k, 1, K, D) where the keys have fewer
-    heads.
-    """
-    if q.dim() < 4 or q.shape[-3] == k.shape[-3]:
-        return q, k, v, False
-    return q.unflatten(-3, (k.shape[-3], -1)), k.unsqueeze(-3), v.unsqueeze(-3), True
+def _shared_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Returns keys or values (..., H_k, K, D) once for each of q's heads."""
+    if q.dim() < 4:
+        return x
+    return x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)
+
+
+def _sum_over_group(grad: Tensor, x: Tensor) -> Tensor:
+    """Returns the gradient of x (..., H_k, K, D) from that of its copies for each query head."""
+    if grad.dim() < 4:
+        return grad
+    return grad.unflatten(-3, (x.shape[-3], -1)).sum(dim=-3)
 
 
 @outside_autocast
@@ -97,9 +100,8 @@ def tiled_attention_forward(
             is aligned to the bottom right; −1 is without limit.
         tile_q, tile_k: rows and columns of a tile.
     """
-    out, lse_shape = torch.empty_like(q), q.shape[:-1]
-    q, k, v, grouped = _grouped(q, k, v)
-    out_view = out.unflatten(-3, q.shape[-4:-2]) if grouped else out
+    out = torch.empty_like(q)
+    k, v = _shared_heads(k, q), _shared_heads(v, q)
     dtype = _accumulation_dtype(q.dtype)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
@@ -119,11 +121,9 @@ def tiled_attention_forward(
             acc_QD = rescale_Q[..., None] * acc_QD + p_QK @ v[..., keys, :].to(dtype)
             maximum_Q = new_maximum_Q
         # A row without any key: zeros, and log 0 = −inf.
-        out_view[..., queries, :] = (acc_QD / sum_Q.masked_fill(sum_Q == 0, 1)[..., None]).to(
-            q.dtype
-        )
+        out[..., queries, :] = acc_QD / sum_Q.masked_fill(sum_Q == 0, 1)[..., None]
         lse[..., queries] = maximum_Q + torch.log(sum_Q)
-    return out, lse.reshape(lse_shape)
+    return out, lse
 
 
 @outside_autocast
@@ -144,13 +144,11 @@ def tiled_attention_backward(
     """Returns the gradients of q, k and v, in their shapes and dtypes; arguments as in
     `tiled_attention_forward`.
     """
-    q_shape, dtype = q.shape, _accumulation_dtype(q.dtype)
+    dtype = _accumulation_dtype(q.dtype)
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(dim=-1)
-    q, k, v, grouped = _grouped(q, k, v)
-    if grouped:
-        grad_out, lse, delta = (x.unflatten(1, q.shape[1:3]) for x in (grad_out, lse, delta))
+    shared_k, shared_v = _shared_heads(k, q), _shared_heads(v, q)
     grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    grad_k = torch.zeros(k.shape, dtype=dtype, device=q.device)
+    grad_k = torch.zeros(shared_k.shape, dtype=dtype, device=q.device)
     grad_v = torch.zeros_like(grad_k)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     for queries, key_tiles in _tile_pairs(num_queries, num_keys, left, right, tile_q, tile_k):
@@ -159,7 +157,8 @@ def tiled_attention_backward(
         # exp(−inf − ∞) = 0: a row that saw no key passes no gradient on.
         lse_Q = lse_Q.masked_fill(lse_Q == -math.inf, math.inf)
         for keys in key_tiles:
-            k_KD, v_KD = k[..., keys, :].to(dtype), v[..., keys, :].to(dtype)
+            k_KD = shared_k[..., keys, :].to(dtype)
+            v_KD = shared_v[..., keys, :].to(dtype)
             # In the order of the forward pass, so that exp(S − L) subtracts equal roundings.
             scores_QK = (q_QD * scale) @ k_KD.transpose(-2, -1)
             scores_QK = _mask(scores_QK, queries, keys, num_keys - num_queries, left, right)
@@ -167,14 +166,10 @@ def tiled_attention_backward(
             grad_p_QK = grad_out_QD @ v_KD.transpose(-2, -1)
             grad_scores_QK = scale * p_QK * (grad_p_QK - delta[..., queries, None])
             grad_q[..., queries, :] += grad_scores_QK @ k_KD
-            # One key head gathers from every query head of its group.
-            grad_k_KD = grad_scores_QK.transpose(-2, -1) @ q_QD
-            grad_v_KD = p_QK.transpose(-2, -1) @ grad_out_QD
-            grad_k[..., keys, :] += grad_k_KD.sum(dim=-3, keepdim=True) if grouped else grad_k_KD
-            grad_v[..., keys, :] += grad_v_KD.sum(dim=-3, keepdim=True) if grouped else grad_v_KD
-    if grouped:
-        grad_k, grad_v = grad_k.squeeze(-3), grad_v.squeeze(-3)
-    return grad_q.reshape(q_shape).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+            grad_k[..., keys, :] += grad_scores_QK.transpose(-2, -1) @ q_QD
+            grad_v[..., keys, :] += p_QK.transpose(-2, -1) @ grad_out_QD
+    grad_k, grad_v = _sum_over_group(grad_k, k), _sum_over_group(grad_v, v)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 class TiledFlashAttention(torch.autograd.Function):

@@ -1,17 +1,187 @@
-"""The tiles of the Triton kernels: one table, a row for each kind of device, arithmetic and width.
+"""What runs: the implementation, the products of fp32, the kernels of the gradients and the tiles.
 
-Those of Hopper were the fastest of what was tried on an H200. Those of other devices fit 99 KiB of
-shared memory, the least since Ampere (8.6, 8.9, 12.0). tests/test_kernel_compilation.py holds all
-rows to their limits: 255 registers a thread, 227 KiB of shared memory on Hopper, no spills and no
-serialised products.
+Limits were found and tiles tuned on an H200. Tiles of other devices fit 99 KiB of shared memory,
+the least since Ampere (8.6, 8.9, 12.0). tests/test_kernel_compilation.py holds all rows to their
+limits: 255 registers a thread, 227 KiB of shared memory on Hopper, no spills and no serialised
+products.
 """
 
 import functools
+import importlib
+import logging
+import math
 from dataclasses import dataclass
 
 import torch
+import triton
+from torch import Tensor
 
-from labkit.kernels.flash_attention.triton import split_head_dim
+from labkit.kernels.flash_attention.triton import IS_INTERPRETED, split_head_dim
+from labkit.kernels.launch import num_multiprocessors
+
+MAX_HEAD_DIM = 256
+IMPLS = ("auto", "gluon", "triton", "tiled")
+PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6", "tf32")
+PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make one of fp32
+# From how many queries of one head and of all cutting operands into slices takes a Hopper GPU less
+# time than it gains: few queries read their keys once, and cutting those is no less.
+SLICES_QUERIES = 256
+SLICES_ALL_QUERIES, SLICES_ALL_QUERIES_AT_32 = 1024, 2048
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
+GLUON_DTYPES = (torch.bfloat16, torch.float16)
+GLUON_HEAD_DIMS = (64, 72, 80, 96, 128)
+SINGLE_PASS_HEAD_DIMS = (64, 128)
+# Tiles of 128 queries up to which "auto" runs the Triton kernels on an H200: at D 64 those are as
+# fast or faster, else up to 3 us slower, which the host gains by arguments without tile
+# descriptors.
+SMALL, SMALL_AT_64 = 4, 32
+# queries and keys at D 64, full: two passes of persistent programs take less time than one
+PERSISTENT_UNTIL = 1024
+
+
+def listed(values) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+@functools.cache
+def capability_of(device_index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return 10 * major + minor
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and capability_of(device.index) == 90
+
+
+@functools.cache
+def hopper_kernels(name: str):
+    """The Gluon kernels, loaded when they are first needed: Gluon's interface moves between
+    releases of Triton.
+    """
+    return importlib.import_module(f"labkit.kernels.flash_attention.hopper.{name}")
+
+
+@functools.cache
+def not_loading() -> str | None:
+    """Returns why the Gluon kernels do not load with the installed Triton, None where they do; logs
+    what runs instead.
+    """
+    try:
+        for name in ("forward", "two_passes", "one_pass"):
+            hopper_kernels(name)
+    except (ImportError, AttributeError, TypeError) as error:
+        reason = (
+            f"the Gluon kernels do not load with triton {triton.__version__} "
+            f"({type(error).__name__}: {error})"
+        )
+        logging.getLogger(__name__).warning("attention falls back to impl='triton': %s", reason)
+        return reason
+    return None
+
+
+def _gluon_objection(q, has_window: bool, packed: bool) -> str | None:
+    """Returns why the Gluon kernels cannot run, None where they can."""
+    if q.dtype not in GLUON_DTYPES:
+        return f"takes q, k and v of dtype {listed(GLUON_DTYPES)}; got {q.dtype}"
+    if q.shape[-1] not in GLUON_HEAD_DIMS:
+        return f"takes head dimensions {listed(GLUON_HEAD_DIMS)}; got {q.shape[-1]}"
+    if packed or has_window:
+        return f"takes no {'packed sequences' if packed else 'window'}"
+    if not _is_hopper(q.device):
+        return f"takes q, k and v on a Hopper GPU (compute capability 9.0); got {q.device}"
+    return not_loading()
+
+
+def resolve_impl(
+    q: Tensor, impl: str = "auto", *, left: int = -1, right: int = -1, packed: bool = False
+) -> str:
+    """Returns the implementation that `flash_attention` runs for these queries: what a record
+    should name.
+
+    Args:
+        q: the queries; their device, dtype and head dimension decide.
+        impl: one of IMPLS. "auto" is "gluon" on a Hopper GPU for what those kernels take (bf16 and
+            fp16, head dimension 64, 72, 80, 96 or 128, no window, not packed) unless the queries
+            are few, else "triton" on a CUDA device in a dtype that it takes, else "tiled".
+        left, right: the mask's limits, −1 for none; (−1, 0) is causal.
+        packed: whether sequences are packed.
+
+    Raises:
+        ValueError: an unknown name; an implementation named that cannot run these.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {listed(IMPLS)}; got {impl!r}")
+    is_cuda = q.device.type == "cuda"
+    if impl == "auto":
+        if not is_cuda or q.dtype not in TRITON_DTYPES:
+            return "tiled"
+        num_tiles = triton.cdiv(q.shape[-2], 128) * math.prod(q.shape[:-2])
+        is_small = num_tiles <= (SMALL_AT_64 if q.shape[-1] == 64 else SMALL)
+        objects = _gluon_objection(q, left >= 0 or right > 0, packed)
+        return "triton" if is_small or objects else "gluon"
+    objection = None
+    if impl == "gluon":
+        objection = _gluon_objection(q, left >= 0 or right > 0, packed)
+    elif impl == "triton" and not is_cuda and not IS_INTERPRETED:
+        objection = f"takes q, k and v on a CUDA device; got {q.device} ('tiled' takes any)"
+    elif impl == "triton" and q.dtype not in TRITON_DTYPES:
+        objection = f"takes q, k and v of dtype {listed(TRITON_DTYPES)}; got {q.dtype}"
+    if objection:
+        raise ValueError(f"impl={impl!r} {objection}")
+    return impl
+
+
+def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = False) -> str:
+    """Returns the products that the Triton kernels run in fp32, of PRECISIONS but "auto": what a
+    record should name.
+
+    Raises ValueError for a name that is none of PRECISIONS.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {listed(PRECISIONS)}; got {precision!r}")
+    head_dim = q.shape[-1]
+    if head_dim > PRODUCTS_HEAD_DIM:
+        return "tf32" if precision == "tf32" else "ieee"
+    if precision not in ("auto", "bf16x6"):
+        return precision
+    is_hopper = _is_hopper(q.device)
+    if q.dtype != torch.float32 or (q.device.type == "cuda" and not is_hopper):
+        return "tf32x3"
+    if precision == "bf16x6":
+        return precision
+    num_queries = q.shape[0 if packed else -2]
+    all_queries = math.prod(q.shape[:-1])
+    enough = SLICES_ALL_QUERIES_AT_32 if head_dim <= 32 else SLICES_ALL_QUERIES
+    pays = is_hopper and num_queries >= SLICES_QUERIES and all_queries >= enough
+    return "bf16x6" if pays else "tf32x3"
+
+
+def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool) -> str:
+    """Returns which kernels compute the gradients after an `impl` as `resolve_impl` returns it: its
+    own, or after "gluon" "one pass" or "two passes".
+
+    "one pass" where the parts of q's gradient are added in one order without much waiting; "two
+    passes" else, as always at other head dimensions than 64 and 128, with grouped heads, and with
+    short full masks at 64, in persistent programs.
+
+    Args:
+        q, k: (B, H, S, D) or (B, S, D).
+    """
+    if impl != "gluon":
+        return impl
+    *heads, num_queries, head_dim = q.shape
+    *key_heads, num_keys, _ = k.shape
+    is_short = head_dim == 64 and not causal and max(num_queries, num_keys) <= PERSISTENT_UNTIL
+    if is_short or heads != key_heads or head_dim not in SINGLE_PASS_HEAD_DIMS:
+        return "two passes"
+    shape = (math.prod(heads), num_queries, num_keys, head_dim)
+    programs = num_multiprocessors(q.device.index)
+    pays = hopper_kernels("one_pass").ordering_pays(*shape, causal, programs)
+    return "one pass" if pays else "two passes"
+
+
+# ---- the tiles of the Triton kernels -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,73 +212,55 @@ class AttentionConfig:
 _two = TileConfig
 _one = functools.partial(TileConfig, unmasked_loop=False)
 
-WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
-"""A head dimension takes the first that holds the tiles it is cut into."""
-
-# (family of devices, arithmetic): {widths: (forward, dK/dV, dQ)}
+# (devices, arithmetic): {head dimension, with what it is padded to, up to which they serve:
+# (forward, dK/dV, dQ)}
 TILES = {
     # 128 rows are two warpgroups of 64, the rows of one wgmma; their accumulators take D/2
     # registers at 8 warps, and those of dK/dV as many again.
     ("hopper", "16-bit"): {
-        (16,): (_two(64, 128, 4, 3), _two(64, 128, 4, 2), _two(64, 64, 4, 3)),
+        16: (_two(64, 128, 4, 3), _two(64, 128, 4, 2), _two(64, 64, 4, 3)),
         # Fewer queries of dK/dV let several programs of one warpgroup share a multiprocessor.
-        (32,): (_two(64, 128, 4, 3), _one(32, 64, 4, 3), _two(64, 64, 4, 3)),
+        32: (_two(64, 128, 4, 3), _one(32, 64, 4, 3), _two(64, 64, 4, 3)),
         # Forward: of twelve tiles at 1,16,16384,64 causal the fastest, 448 TFLOP/s; 64 × 64 had
         # 393. dQ: 64 keys leave it below 128 registers, so that programs hide each other's waits.
-        (64,): (_two(128, 64, 8, 3), _two(64, 128, 8, 2), _two(128, 64, 8, 2)),
+        64: (_two(128, 64, 8, 3), _two(64, 128, 8, 2), _two(128, 64, 8, 2)),
         # Forward: 128 × 128 keep wgmma at its widest, and a third stage no longer fits.
-        (80, 96): (_two(128, 128, 8, 2), _two(64, 128, 8, 2), _two(128, 64, 8, 2)),
-        (128,): (_two(128, 128, 8, 2), _two(64, 128, 8, 3), _two(128, 64, 8, 2)),
+        80: (_two(128, 128, 8, 2), _two(64, 128, 8, 2), _two(128, 64, 8, 2)),
+        # dK/dV: the masks of a second loop no longer fit in registers.
+        128: (_two(128, 128, 8, 2), _one(64, 128, 8, 3), _two(128, 64, 8, 2)),
         # Not tuned: 32 × 32 are the largest whose dK/dV stays near the register file.
-        (192, 256): (_two(128, 64, 8, 2), _one(32, 32, 4, 2), _two(64, 32, 8, 2)),
-    },
-    # dK/dV: the masks of a second loop no longer fit in registers.
-    ("hopper, causal", "16-bit"): {
-        (96, 128): (_two(128, 128, 8, 2), _one(64, 128, 8, 3), _two(128, 64, 8, 2)),
+        256: (_two(128, 64, 8, 2), _one(32, 32, 4, 2), _two(64, 32, 8, 2)),
     },
     # The tile at each sequence's end is rarely full: small ones take 0.6 to 1.04 of the time.
     ("hopper, packed", "16-bit"): {
-        (64, 80, 96): (_two(64, 64, 4, 3), _one(64, 64, 4, 3), _two(64, 32, 4, 3)),
-        (128,): (_two(64, 64, 4, 3), _one(32, 64, 4, 3), _two(64, 32, 4, 3)),
+        96: (_two(64, 64, 4, 3), _one(64, 64, 4, 3), _two(64, 32, 4, 3)),
+        128: (_two(64, 64, 4, 3), _one(32, 64, 4, 3), _two(64, 32, 4, 3)),
     },
-    ("generic", "16-bit"): {
-        (16, 32, 64): (_two(64, 64, 4, 2), _one(32, 64, 4, 2), _two(64, 32, 4, 2)),
-        (80, 96, 128): (_two(64, 32, 4, 2), _one(32, 64, 8, 2), _two(64, 32, 8, 2)),
-        (192, 256): (_two(64, 32, 8, 1), _one(16, 32, 4, 1), _two(32, 32, 4, 1)),
+    ("any", "16-bit"): {
+        64: (_two(64, 64, 4, 2), _one(32, 64, 4, 2), _two(64, 32, 4, 2)),
+        128: (_two(64, 32, 4, 2), _one(32, 64, 8, 2), _two(64, 32, 8, 2)),
+        256: (_two(64, 32, 8, 1), _one(16, 32, 4, 1), _two(32, 32, 4, 1)),
     },
-    # On the CUDA cores, where a product keeps whole rows of both operands in registers: more warps
-    # and fewer keys, or D 128 spills kilobytes.
-    ("any", "ieee"): {
-        (16, 32, 64): (_two(64, 32, 8, 2), _one(32, 64, 8, 2), _two(64, 16, 8, 2)),
-        (80, 96, 128): (_two(64, 16, 8, 2), _one(16, 64, 8, 2), _two(64, 16, 8, 2)),
-        (192, 256): (_two(32, 16, 8, 1), _one(16, 32, 8, 1), _two(32, 16, 8, 1)),
+    # On the CUDA cores a product keeps whole rows of both operands in registers: more warps and
+    # fewer keys, or D 128 spills kilobytes.
+    ("any", "fp32"): {
+        64: (_two(64, 32, 8, 2), _one(32, 64, 8, 2), _two(64, 16, 8, 2)),
+        128: (_two(64, 16, 8, 2), _one(16, 64, 8, 2), _two(64, 16, 8, 2)),
+        256: (_two(32, 16, 8, 1), _one(16, 32, 8, 1), _two(32, 16, 8, 1)),
     },
-    # Operands twice as wide: half the tiles of 16 bits, and rounding leaves registers for one loop.
-    # 64 rows by 16 columns, a tail's for example, are for 4 warps: of 8, each four would take 8
-    # columns, and triton 3.6 reads beyond its shared memory.
+    # One TF32 product or three: the halves of every operand take registers beside the
+    # accumulators. dK/dV from D 80 on spills up to a kilobyte; past D 128 it would be 22. 64 rows
+    # by 16 columns, a tail's for example, are for 4 warps: of 8, each four would take 8 columns,
+    # and triton 3.6 reads beyond its shared memory.
     ("hopper", "tf32"): {
-        (16, 32, 64): (_one(128, 32, 8, 2), _one(32, 128, 8, 2), _one(64, 32, 4, 2)),
-        (80, 96): (_one(64, 32, 4, 2), _one(16, 128, 8, 2), _one(64, 32, 4, 2)),
-        (128,): (_two(128, 32, 8, 2), _one(32, 32, 8, 1), _one(128, 32, 8, 1)),
-        (192, 256): (_two(32, 16, 8, 1), _one(16, 32, 8, 1), _two(32, 16, 8, 1)),
+        32: (_one(64, 32, 4, 2), _one(32, 64, 4, 1), _one(64, 32, 4, 1)),
+        64: (_one(64, 32, 4, 2), _one(32, 128, 8, 2), _one(64, 32, 4, 1)),
+        96: (_two(128, 32, 8, 2), _one(32, 128, 8, 1), _one(64, 32, 4, 1)),
+        128: (_one(128, 32, 8, 1), _one(32, 64, 8, 1), _one(64, 32, 8, 1)),
     },
-    ("generic", "tf32"): {
-        (16, 32, 64): (_two(64, 32, 4, 2), _one(32, 32, 8, 1), _two(64, 32, 8, 2)),
-        (80, 96, 128): (_two(32, 32, 4, 1), _one(16, 32, 4, 1), _two(32, 16, 4, 1)),
-        (192, 256): (_two(16, 16, 4, 1), _one(16, 16, 4, 1), _two(16, 16, 4, 1)),
-    },
-    # Three TF32 products for one: the halves of every operand take registers beside the
-    # accumulators. dK/dV from D 80 on spills up to a kilobyte; past D 128 it would be 22, and true
-    # fp32 runs.
-    ("hopper", "tf32x3"): {
-        (16, 32): (_one(64, 32, 4, 2), _one(32, 64, 4, 1), _one(64, 32, 4, 1)),
-        (64,): (_one(64, 32, 4, 2), _one(32, 128, 8, 2), _one(64, 32, 4, 1)),
-        (80, 96): (_two(128, 32, 8, 2), _one(32, 128, 8, 1), _one(64, 32, 4, 1)),
-        (128,): (_one(128, 32, 8, 1), _one(32, 64, 8, 1), _one(64, 32, 8, 1)),
-    },
-    ("generic", "tf32x3"): {
-        (16, 32, 64): (_one(64, 32, 4, 2), _one(32, 32, 8, 1), _one(64, 16, 8, 2)),
-        (80, 96, 128): (_one(32, 32, 4, 1), _one(16, 32, 8, 1), _one(32, 16, 4, 1)),
+    ("any", "tf32"): {
+        64: (_one(64, 32, 4, 2), _one(32, 32, 8, 1), _one(64, 16, 8, 2)),
+        128: (_one(32, 32, 4, 1), _one(16, 32, 8, 1), _one(32, 16, 4, 1)),
     },
     # Six bf16 products for one: the slices take 1.5 times the shared memory of fp32, and P and dS
     # alone are cut in registers. A tail's loads are in flight (two stages): with one it is put into
@@ -116,10 +268,10 @@ TILES = {
     # Past D 80 kernels spill, dK/dV at 128 up to 1.4 kilobytes, and are faster than tiles that do
     # not.
     ("hopper", "bf16x6"): {
-        (16, 32): (_two(64, 64, 4, 3), _two(64, 64, 4, 2), _two(64, 64, 4, 2)),
-        (64,): (_two(128, 64, 8, 2), _two(32, 64, 4, 2), _two(128, 64, 8, 2)),
-        (80, 96): (_two(128, 64, 8, 2), _two(32, 128, 8, 2), _two(128, 32, 8, 2)),
-        (128,): (_two(128, 64, 8, 1), _one(32, 64, 4, 2), _one(64, 32, 4, 2)),
+        32: (_two(64, 64, 4, 3), _two(64, 64, 4, 2), _two(64, 64, 4, 2)),
+        64: (_two(128, 64, 8, 2), _two(32, 64, 4, 2), _two(128, 64, 8, 2)),
+        96: (_two(128, 64, 8, 2), _two(32, 128, 8, 2), _two(128, 32, 8, 2)),
+        128: (_two(128, 64, 8, 1), _one(32, 64, 4, 2), _one(64, 32, 4, 2)),
     },
 }
 
@@ -130,7 +282,6 @@ INTERPRETER_TILES = AttentionConfig(_two(32, 16, 4, 1), _two(16, 32, 4, 1), _two
 def select_tiles(
     head_dim: int,
     dtype: torch.dtype,
-    causal: bool,
     capability: int,
     precision: str = "ieee",
     aligned: bool = True,
@@ -141,20 +292,17 @@ def select_tiles(
     Args:
         head_dim: 1 to 256.
         dtype: fp32, bf16 or fp16, of q, k and v.
-        causal: whether the mask has an edge.
         capability: of the device, 10 · major + minor: 90 is Hopper.
         precision: of fp32; "tf32x3" and "bf16x6" up to head dimension 128, the latter on Hopper
             alone.
         aligned: whether every row of every tensor starts on a 16-byte boundary.
         packed: whether sequences are.
     """
-    cut = sum(split_head_dim(head_dim, aligned))
-    width = next(width for width in WIDTHS if width >= cut)
-    arithmetic = "16-bit" if dtype.itemsize == 2 else precision
-    family = "hopper" if capability == 90 else "generic"
-    special = [f"{family}, packed"] * packed + [f"{family}, causal"] * causal
-    for name in (*special, family, "any"):
-        for widths, tiles in TILES.get((name, arithmetic), {}).items():
-            if width in widths:
-                return AttentionConfig(*tiles)
-    raise ValueError(f"no tiles for head dimension {head_dim} of {dtype} as {precision}")
+    arithmetic = "16-bit" if dtype.itemsize == 2 else precision.removesuffix("x3")
+    is_hopper = capability == 90
+    rows = [("hopper, packed", arithmetic)] * (is_hopper and packed)
+    rows += [("hopper", arithmetic)] * is_hopper
+    rows += [("any", arithmetic), ("any", "fp32")]
+    width = sum(split_head_dim(head_dim, aligned))
+    found = (tiles for row in rows for most, tiles in TILES.get(row, {}).items() if width <= most)
+    return AttentionConfig(*next(found))

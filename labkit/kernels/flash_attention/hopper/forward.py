@@ -68,7 +68,6 @@ from labkit.kernels.flash_attention.splits import (
     combine_launch,
     empty_splits,
     num_splits_of,
-    row_elements,
 )
 from labkit.kernels.launch import num_multiprocessors
 
@@ -509,10 +508,7 @@ def plan(
     num_heads_total, num_key_heads = num_heads * num_batches, k.shape[1] * num_batches
     num_tiles = -(-num_queries // rows) * num_heads_total
     programs = num_multiprocessors(device_index)
-    part_kib = rows * row_elements(head_dim) * 4 / 1024
-    num_splits = num_splits_of(
-        num_tiles, -(-num_keys // block_k), programs, causal, part_kib=part_kib
-    )
+    num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal)
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
     dynamic = causal and num_keys >= DYNAMIC_FROM_KEYS and num_tiles > DYNAMIC_FROM * programs

@@ -6,7 +6,7 @@ its descriptors, tiles, products and accumulators: what has columns is a tuple o
 part where there is no tail.
 
 Gluon is experimental and its interface moves between releases of Triton: the names that moved are
-settled here, and `not_loading` of choice.py says whether the kernels load with the installed
+settled here, and `not_loading` of ../tiles.py says whether the kernels load with the installed
 one.
 """
 
@@ -358,7 +358,7 @@ def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
     """
     if x_BHSD is None:
         return None, None
-    shape, strides, dtype, _ = x_BHSD
+    shape, strides, dtype, *_ = x_BHSD
 
     def described(num_columns: int) -> TensorDescriptor:
         block = (1, 1, num_rows, num_columns)
