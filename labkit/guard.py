@@ -70,11 +70,15 @@ def move_temporary_files() -> None:
     """Has this process and all that it starts from now on put temporary files into a guarded
     folder.
     """
+    import multiprocessing.process
+
     stack = contextlib.ExitStack()
     # Before multiprocessing waits for workers: this ends them.
     atexit.register(stack.close)
     folder, _ = stack.enter_context(guarded_folder())
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    # A folder of its own inside would be gone when it is to be removed: Python 3.11 says so.
+    multiprocessing.process.current_process()._config["tempdir"] = str(folder)
 
 
 def shared_file(name: str) -> Path | None:

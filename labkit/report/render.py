@@ -19,11 +19,13 @@ from labkit.records import (
     folder_of,
     measured_devices,
     read_done,
+    read_environment,
     write_bytes_atomic,
     write_text_atomic,
 )
 from labkit.report import card, compare, figures, page, smoke
-from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of
+from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of, torch_of
+from labkit.report.text import gib, listing
 
 MOST_AT_ONCE = 4
 """Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
@@ -144,6 +146,30 @@ def devices_table(root: Path) -> pd.DataFrame:
                 versions = {record.software.get(library, "?") for record in records}
                 row[library] = ", ".join(sorted(versions))
             rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def devices_summary(root: Path) -> pd.DataFrame:
+    """Returns README's table of devices: one row a folder of `root`."""
+    rows = []
+    for device in measured_devices(root):
+        folder = root / device
+        chapters = check(folder)
+        records = [record for newest in chapters.values() for record in newest]
+        environment = read_environment(folder)
+        gpu = environment.get("gpu", {})
+        page = "report.md" if (folder / "report.md").exists() else ""
+        name = environment.get("device", {}).get("name", device)
+        rows.append(
+            {
+                "device": f"[{name}](figures/{device}/{page})",
+                "memory, GiB": gib(gpu.get("memory_bytes")),
+                "chapters": listing(notebook[:2] for notebook in chapters),
+                "measurements": f"{sum(record.status == 'ok' for record in records):,}",
+                "measured": dates_of(records) or "–",
+                "software": ", ".join(torch_of(records)) or "–",
+            }
+        )
     return pd.DataFrame(rows)
 
 
