@@ -1,5 +1,6 @@
 """The command line. Heavy packages load only inside the command that needs them."""
 
+import errno
 import itertools
 import shlex
 import sys
@@ -64,6 +65,11 @@ def main() -> None:
     except (RequestError, NotebookError, RecordError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR if isinstance(error, RequestError) else 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        print(f"labkit: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _version(wanted: bool) -> None:
@@ -306,10 +312,18 @@ def report(
 
 
 @app.command()
-def devices(output: OutputOption = None) -> None:
+def devices(
+    output: OutputOption = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="One row a device, the table of README.md.")
+    ] = False,
+) -> None:
     """List what has been measured: device, notebooks, cases, when, versions."""
-    from labkit.report import render
+    from labkit.report import render, tables
 
+    if summary:
+        print(tables.to_markdown(render.devices_summary(output or FIGURES)))
+        return
     table = render.devices_table(output or FIGURES)
     nothing = "nothing measured yet: run `labkit run`"
     print(nothing if table.empty else table.to_markdown(index=False))

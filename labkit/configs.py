@@ -27,7 +27,7 @@ ALL_DEVICES = ("07_distributed",)
 """
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-IS_CLONE = (REPOSITORY / "notebooks").is_dir()
+IS_CLONE = (REPOSITORY / "pyproject.toml").is_file()
 """Whether this is a clone of the repository, not an installed wheel."""
 
 FIGURES = REPOSITORY / "figures" if IS_CLONE else Path.cwd() / "figures"

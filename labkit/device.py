@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from labkit import __version__
 from labkit.configs import ALL_DEVICES
-from labkit.monitor import Monitor, cpu_quota, nvml_handle, open_nvml
+from labkit.monitor import Monitor, cpu_quota, foreign_processes, nvml_handle, open_nvml
 from labkit.records import source_state
 
 
@@ -52,15 +52,17 @@ DATASHEETS = [Datasheet(**row) for row in tomllib.loads(_TABLE)["datasheets"]]
 
 
 def datasheet(device_name: str) -> Datasheet | None:
-    """Returns the peaks of the product called `device_name`, None if it is not in the table.
+    """Returns the peaks of the product called `device_name`, or of that slug, None if it is not in
+    the table.
 
     Laptop parts, slices of a GPU (MIG) and products whose name only contains another's have none:
     no number is better than one divided by another GPU's peak.
     """
-    if re.search(r"\bMIG\b|Laptop|Max-Q|\d D$", device_name):
+    if re.search(r"\bMIG\b|Laptop|Max-Q|\d[ -]D$", device_name, re.IGNORECASE):
         return None
     for sheet in DATASHEETS:
-        if re.search(rf"\b(?:{sheet.pattern})\b", device_name):
+        pattern = sheet.pattern.replace(" ", "[ -]")
+        if re.search(rf"\b(?:{pattern})\b", device_name, re.IGNORECASE):
             return sheet
     return None
 
@@ -133,7 +135,10 @@ def gpu_links() -> str:
     with open_nvml() as nvml:
         if nvml is None:
             return "unknown"
-        handle = nvml_handle(nvml)
+        try:
+            handle = nvml_handle(nvml)
+        except nvml.NVMLError:
+            return "unknown"
         num_links = 0
         with contextlib.suppress(nvml.NVMLError):  # past the last link
             while nvml.nvmlDeviceGetNvLinkState(handle, num_links):
@@ -252,20 +257,31 @@ def environment(device: Device) -> dict[str, Any]:
             **gpu_limits(),
         }
     record["datasheet"] = asdict(device.peaks) if device.peaks else None
+    record["lacks"] = {
+        part.name: f"{part.detail} (disables: {part.disables})"
+        for part in parts(device)
+        if not part.present
+    }
     return record
 
 
 def gpu_limits() -> dict[str, Any]:
-    """Returns the GPU's maximal clocks (MHz) and enforced power limit (W); {} without NVML."""
+    """Returns the GPU's maximal clocks (MHz) and enforced power limit (W), as far as NVML says
+    them: of a MIG slice, and of many laptops, it does not.
+    """
+    limits: dict[str, Any] = {}
     with open_nvml() as nvml:
         if nvml is None:
-            return {}
-        handle = nvml_handle(nvml)
-        return {
-            "max_sm_clock_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
-            "max_memory_clock_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM),
-            "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-        }
+            return limits
+        with contextlib.suppress(nvml.NVMLError):
+            handle = nvml_handle(nvml)
+            clocks = {"max_sm_clock_mhz": "NVML_CLOCK_SM", "max_memory_clock_mhz": "NVML_CLOCK_MEM"}
+            for name, clock in clocks.items():
+                with contextlib.suppress(nvml.NVMLError):
+                    which = getattr(nvml, clock)
+                    limits[name] = nvml.nvmlDeviceGetMaxClockInfo(handle, which)
+            limits["power_limit_w"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+    return limits
 
 
 def find_nsys() -> str | None:
@@ -292,6 +308,99 @@ class Check(NamedTuple):
     disables: str
 
 
+LEAST_MEMORY_BYTES = 16e9
+"""Of a GPU: below, many cases of the full profile do not fit."""
+
+
+def parts(device: Device) -> list[Check]:
+    """Returns what measuring uses of this machine, as far as it shows at once; what a part's
+    absence disables says what runs instead.
+    """
+    compilers = {
+        "C compiler": (os.environ.get("CC", "cc"), "gcc", "clang"),
+        "C++ compiler": (os.environ.get("CXX", "c++"), "g++", "clang++"),
+    }
+    disables = {
+        "C compiler": "Triton's kernels and torch.compile on a GPU; their rows are errors",
+        "C++ compiler": "torch.compile on the CPU; its rows are errors",
+    }
+    found = {
+        name: next(filter(None, map(shutil.which, names)), "") for name, names in compilers.items()
+    }
+    rows = [
+        _part("triton", software_versions()["triton"], "Triton kernels, torch.compile on a GPU"),
+        *(_part(name, path, disables[name]) for name, path in found.items()),
+    ]
+    return rows + (_gpu_parts(device) if device.kind == "cuda" else [])
+
+
+def _part(name: str, detail: str, disables: str) -> Check:
+    return Check(name, bool(detail), detail or "not found", disables)
+
+
+def _gpu_parts(device: Device) -> list[Check]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    number = f"{properties.major}.{properties.minor}"
+    is_slice = bool(re.search(r"\bMIG\b", device.name))
+    has_tma = "no TMA" if capability < (9, 0) else "TMA"
+    num_others = 0
+    with open_nvml() as nvml:
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                num_others = foreign_processes(nvml, nvml_handle(nvml))
+    return [
+        _part(
+            "NVIDIA driver and NVML",
+            driver_version(),
+            "clocks, power, energy and throttling in the records",
+        ),
+        _part(
+            "datasheet peaks",
+            device.peaks.source if device.peaks else "",
+            "utilisation against the datasheet; the measured ceiling remains",
+        ),
+        _part(
+            "NCCL",
+            "available" if torch.distributed.is_nccl_available() else "",
+            "collectives between GPUs; gloo on the CPU remains",
+        ),
+        Check(
+            "whole GPU",
+            not is_slice,
+            "a slice (MIG)" if is_slice else "no slice (MIG)",
+            "the datasheet's peaks, and what NVML says only of a whole GPU: power and energy",
+        ),
+        Check(
+            "GPU to itself",
+            not num_others,
+            f"{num_others} other processes on the GPU",
+            "trust in timings made meanwhile, which are marked",
+        ),
+        Check(
+            "16 GB of memory",
+            properties.total_memory >= LEAST_MEMORY_BYTES,
+            f"{properties.total_memory / 2**30:.1f} GiB",
+            "steps of the larger models; their rows say that they did not fit",
+        ),
+        Check(
+            "compute capability 8.0",
+            capability >= (8, 0),
+            number,
+            "bf16 and TF32, whose rows say so; our attention runs in plain PyTorch",
+        ),
+        Check(
+            "Hopper's matrix products",
+            capability == (9, 0),
+            f"compute capability {number}, {has_tma}",
+            "kernels for compute capability 9.0; our attention runs its Triton kernels, GELU "
+            "after a product is PyTorch's",
+        ),
+    ]
+
+
 def checks(nsys_failure: Callable[[], str]) -> list[Check]:
     """Returns what this machine has and lacks; `nsys_failure` says why nsys is of no use, "" if it
     is.
@@ -303,42 +412,18 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
         return [Check("torch", False, str(error), lack)]
     device = detect()
     is_cuda = device.kind == "cuda"
-    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     quota = cpu_quota()
     failure = nsys_failure()
-    has_nccl = is_cuda and torch.distributed.is_nccl_available()
-    found = (
-        (
-            "GPU",
-            device.name if is_cuda else "",
-            "the full profile; the smoke profile runs on the CPU",
-        ),
-        ("NVIDIA driver and NVML", driver_version(), "clocks, power and throttling in the records"),
-        ("triton", software_versions()["triton"], "Triton kernels, torch.compile on a GPU"),
-        (
-            "C++ compiler",
-            next(filter(None, map(shutil.which, compilers)), ""),
-            "torch.compile on the CPU",
-        ),
-        (
-            "datasheet peaks",
-            device.peaks.source if device.peaks else "",
-            "utilisation against the datasheet; the measured ceiling remains",
-        ),
-        (
-            "NCCL",
-            "available" if has_nccl else "",
-            "collectives between GPUs; gloo on the CPU remains",
-        ),
-    )
     trust = "trust in timings made now"
     rows = [
         Check("torch", True, torch.__version__, ""),
         Check("device", True, f"{device.name} ({device.kind}), figures/{device.slug}/", ""),
-        *(
-            Check(name, bool(detail), detail or "not found", disables)
-            for name, detail, disables in found
+        _part(
+            "GPU",
+            device.name if is_cuda else "",
+            "the full profile; the smoke profile runs on the CPU, its collectives by gloo",
         ),
+        *parts(device),
         Check(
             "nsys",
             not failure,
@@ -356,10 +441,6 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
         with Monitor("cuda") as monitor:
             pass
         reasons = ", ".join(monitor.summary.get("throttle_reasons", ()))
-        others = monitor.summary.get("foreign_processes", 0)
         clock = f"SM clock {monitor.summary.get('sm_clock_mhz_median')} MHz"
-        rows += [
-            Check("not throttled", not reasons, reasons or clock, trust),
-            Check("GPU to itself", not others, f"{others} other processes on the GPU", trust),
-        ]
+        rows.append(Check("not throttled", not reasons, reasons or clock, trust))
     return rows

@@ -197,8 +197,9 @@ def nvml_handle(nvml: Any) -> Any:
 
     if torch.cuda.is_available():
         uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
-        with contextlib.suppress(nvml.NVMLError):  # an older torch has no UUID
-            return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        for kind in ("GPU", "MIG"):
+            with contextlib.suppress(nvml.NVMLError):  # an older torch has no UUID
+                return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
     return nvml.nvmlDeviceGetHandleByIndex(0)
 
 
@@ -258,7 +259,10 @@ class Monitor:
         if self.device_kind == "cuda":
             self._nvml = self._resources.enter_context(open_nvml())
         if self._nvml:
-            self._handle = nvml_handle(self._nvml)
+            try:
+                self._handle = nvml_handle(self._nvml)
+            except self._nvml.NVMLError:  # a container without leave to ask
+                self._nvml = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._begin = _host_reading()

@@ -197,6 +197,7 @@ _ENVIRONMENT = {
         "max_sm_clock_mhz": int | None,
     },
     "cpu": {"name": str, "num_cores": int},
+    "lacks": {},
 }
 
 

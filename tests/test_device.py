@@ -2,6 +2,7 @@
 is recorded.
 """
 
+import functools
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 from labkit import device as device_module
 from labkit import records
 from labkit.device import DATASHEETS, Device, checks, datasheet, detect, environment, slugify
+from labkit.monitor import Monitor
 from labkit.records import source_state
 
 SOME_CPU = Device("cpu", "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763")
@@ -168,6 +171,128 @@ def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
     assert [name for name, row in rows.items() if row.present] == ["torch", "device"]
     assert all(row.detail and (row.disables or row.present) for row in rows.values())
     assert rows["nsys"].detail == "it does not start"
+    # What is still possible is said too, so that a laptop's owner knows to go on.
+    assert "smoke" in rows["GPU"].disables and "gloo" in rows["GPU"].disables
+
+
+class StubNvml(types.ModuleType):
+    """NVML of one GPU, used by processes `pids`; what is `refused` is not supported."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
+
+    def __init__(self, pids=(), refused=()):
+        super().__init__("pynvml")
+        processes = [types.SimpleNamespace(pid=pid) for pid in pids]
+        answers = {
+            "nvmlInit": None,
+            "nvmlShutdown": None,
+            "nvmlSystemGetDriverVersion": "580.1",
+            "nvmlDeviceGetHandleByUUID": "handle",
+            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlDeviceGetComputeRunningProcesses": processes,
+            "nvmlDeviceGetMaxClockInfo": 1980,
+            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+            "nvmlDeviceGetNvLinkState": 1,
+        }
+        for name, answer in answers.items():
+            setattr(self, name, functools.partial(self.answer, answer, name in refused))
+        self.nvmlDeviceGetNvLinkState = functools.partial(self.answer, 0, True)
+
+    def answer(self, value, is_refused, *_):
+        if is_refused:
+            raise self.NVMLError
+        return value
+
+
+def stub_gpu(monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140, nvml=None):
+    properties = types.SimpleNamespace(
+        major=capability[0],
+        minor=capability[1],
+        total_memory=memory_gib * 2**30,
+        multi_processor_count=132,
+        L2_cache_size=2**25,
+        uuid="0",
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    return Device("cuda", name, slugify(name))
+
+
+WHOLE_GPU_ONLY = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMaxClockInfo")
+NO_LEAVE = StubNvml(refused=("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByIndex"))
+HOPPER = "Hopper's matrix products"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "lacks"),
+    [
+        ({"nvml": StubNvml()}, {}),
+        ({"nvml": None}, {"NVIDIA driver and NVML": "power"}),
+        ({"nvml": NO_LEAVE}, {}),
+        ({"nvml": StubNvml(pids=[1, 1])}, {"GPU to itself": "2 other processes"}),
+        (
+            {"name": "NVIDIA H200 MIG 1g.18gb", "nvml": StubNvml(refused=WHOLE_GPU_ONLY)},
+            {"whole GPU": "energy", "datasheet peaks": "measured ceiling"},
+        ),
+        (
+            {"name": "NVIDIA GeForce RTX 3080", "capability": (8, 6), "memory_gib": 10},
+            {
+                "16 GB of memory": "10.0 GiB (disables: steps of the larger models",
+                HOPPER: "8.6, no TMA",
+            },
+        ),
+        (
+            {"name": "NVIDIA B200", "capability": (10, 0)},
+            {HOPPER: "10.0, TMA (disables: kernels for compute capability 9.0; our attention runs"},
+        ),
+        (
+            {"name": "Tesla T4", "capability": (7, 5), "memory_gib": 15},
+            {"compute capability 8.0": "7.5 (disables: bf16 and TF32", HOPPER: "GELU"},
+        ),
+    ],
+    ids=str,
+)
+def test_each_lack_of_a_gpu_is_named_with_what_runs_instead(monkeypatch, gpu, lacks):
+    nvml = gpu.get("nvml", StubNvml())
+    record = environment(stub_gpu(monkeypatch, **gpu | {"nvml": nvml}))
+    assert record["lacks"].keys() == lacks.keys()
+    for name, words in lacks.items():
+        assert words in record["lacks"][name]
+    # What NVML does not say is left out, and no error.
+    says_limits = nvml not in (None, NO_LEAVE) and "whole GPU" not in lacks
+    assert record["gpu"].get("power_limit_w") == (700 if says_limits else None)
+    assert device_module.gpu_links() == ("unknown" if nvml in (None, NO_LEAVE) else "PCIe")
+
+
+def test_a_gpu_that_may_not_be_asked_is_measured_all_the_same(monkeypatch):
+    stub_gpu(monkeypatch, nvml=NO_LEAVE)
+    with Monitor("cuda", interval_s=0.001) as monitor:
+        pass
+    assert "sm_clock_mhz_median" not in monitor.summary
+
+
+@pytest.mark.parametrize("compiler", ["C compiler", "C++ compiler"])
+def test_a_missing_compiler_is_named(monkeypatch, compiler):
+    device = stub_gpu(monkeypatch, nvml=StubNvml())
+    of_c = ("cc", "gcc", "clang")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(
+        shutil, "which", lambda name: None if (name in of_c) == (compiler == "C compiler") else name
+    )
+    lacks = environment(device)["lacks"]
+    assert list(lacks) == [compiler] and "rows are errors" in lacks[compiler]
+
+
+def test_without_torch_only_that_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (only,) = checks(str)
+    assert only.name == "torch" and not only.present and "labkit report" in only.disables
 
 
 def test_a_machine_is_told_from_others_of_its_kind(monkeypatch):

@@ -1,5 +1,5 @@
 """Every shipped configuration of the attention kernels compiles for its GPUs, without one, and
-within their limits.
+within their limits; so does every other kernel.
 
 By itself a test compiles what takes another branch, and with LABKIT_ALL_TESTS=1 every shipped tile.
 Triton compiles ahead of time down to the binary; ptxas reports registers, spills and serialised
@@ -7,6 +7,7 @@ matrix products (notes C7510–C7515), which cost a tuned kernel more than any t
 """
 
 import contextlib
+import functools
 import io
 import re
 import types
@@ -20,16 +21,29 @@ from conftest import more
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from labkit.kernels import launch
+from labkit.kernels import (
+    adamw,
+    column_sums,
+    cross_entropy,
+    fused,
+    gelu_mlp,
+    launch,
+    linear,
+    norms,
+    rotary,
+    swiglu,
+    weighted_sum,
+)
 from labkit.kernels.flash_attention import plan, splits, tiles
 from labkit.kernels.flash_attention import triton as kernels
 from labkit.kernels.flash_attention.hopper import forward, one_pass, two_passes
 from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 from labkit.kernels.flash_attention.tiles import TILES, AttentionConfig, TileConfig
+from labkit.kernels.layer_norm import layer_norm
+from labkit.kernels.rms_norm import rms_norm
 
-# Bytes of shared memory that one program may take: Hopper, and the least of the devices since
-# Ampere.
-SHARED_LIMIT = {90: 232448, 80: 101376}
+# Bytes of shared memory that one program may take, by compute capability.
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # Up to 15 registers of a thread, of dK/dV of six products at D 32.
 SLICES_SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 15 * 4
 # The head dimensions that are to be efficient, with a mask and without where they are a power of
@@ -48,6 +62,24 @@ SINGLE_SPILL_LIMIT = {head_dim: 2 * values * 4 for head_dim, values in VALUES.it
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 
 KERNELS = ("forward", "dkdv", "dq")
+
+OTHER_MODULES = (
+    adamw,
+    column_sums,
+    cross_entropy,
+    gelu_mlp,
+    linear,
+    norms,
+    rotary,
+    swiglu,
+    weighted_sum,
+)
+OTHER_KERNELS = {
+    name: value
+    for module in OTHER_MODULES
+    for name, value in vars(module).items()
+    if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
+}
 
 pytestmark = pytest.mark.skipif(
     kernels.IS_INTERPRETED, reason="interpreted kernels are not compiled"
@@ -86,19 +118,13 @@ def compile_plan(
     shape = (length, 2, head_dim) if packed else (2, 2, length, head_dim)
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(3))
     cu_seqlens = (torch.empty(4, dtype=torch.int32, device="meta"),) * 2 if packed else ()
-    target = types.SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        # Triton keeps kernels by the number of the device.
-        get_current_device=lambda: capability,
-        get_current_stream=lambda _: 0,
-    )
 
     def on_meta(x: plan.Layout) -> torch.Tensor:
         return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
 
     device = torch.device("cuda", 0)
     with (
-        mock.patch.object(triton.runtime.driver, "_active", target),
+        device_of(capability),
         mock.patch.object(launch.Launch, "__call__", compile_launch),
         mock.patch.object(plan, "capability_of", lambda _: capability),
         mock.patch.object(tiles, "capability_of", lambda _: capability),
@@ -113,6 +139,17 @@ def compile_plan(
         out, lse = whole.forward(q, k, v, *cu_seqlens)
         whole.backward(torch.empty_like(q), q, k, v, out, lse, *cu_seqlens)
     return found
+
+
+def device_of(capability: int):
+    """Has Triton compile for a device that is not there."""
+    driver = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        # Triton keeps kernels by the number of the device.
+        get_current_device=lambda: capability,
+        get_current_stream=lambda _: 0,
+    )
+    return mock.patch.object(triton.runtime.driver, "_active", driver)
 
 
 def logged(compile_it) -> tuple:
@@ -137,6 +174,7 @@ def empty_cache(tmp_path, monkeypatch):
         kernels.flash_attention_bwd_delta_kernel,
         kernels.attention_slices_kernel,
         splits.attention_combine_kernel,
+        *OTHER_KERNELS.values(),
     ):
         kernel.device_caches.clear()
 
@@ -215,11 +253,16 @@ def products(arithmetic: str, width: int) -> list[str]:
 @pytest.mark.parametrize(
     ("family", "arithmetic", "capability", "only_width"),
     [
-        ("any", "16-bit", 80, 64),
+        ("any", "16-bit", 86, 64),
+        ("any", "16-bit", 120, 64),
         ("hopper", "bf16x6", 90, 64),
         *more(
-            *(("any", arithmetic, 80, None) for arithmetic in ("16-bit", "fp32", "tf32")),
-            ("any", "16-bit", 100, None),
+            *(
+                ("any", arithmetic, capability, None)
+                for arithmetic in ("16-bit", "fp32", "tf32")
+                for capability in SHARED_LIMIT
+                if capability != 90
+            ),
             *((family, arithmetic, 90, None) for family, arithmetic in TILES if family != "any"),
         ),
     ],
@@ -236,9 +279,7 @@ def test_every_shipped_tile_compiles_and_fits(family, arithmetic, capability, on
             found = compile_plan(capability, width, dtype, packed=packed, **options)
             for kernel, (compiled, log) in found.items():
                 where = (kernel, width, precision)
-                assert compiled.metadata.shared <= SHARED_LIMIT[80 if family == "any" else 90], (
-                    where
-                )
+                assert compiled.metadata.shared <= SHARED_LIMIT[capability], where
                 # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile
                 # of the wrong size.
                 unspilled = 96 if arithmetic == "16-bit" else 64
@@ -259,6 +300,84 @@ def test_the_kernels_around_them_do_not_spill(head_dim):
         assert spilled_bytes(log) == 0, name
     # Several splits are on their way at once.
     assert "cp.async" in found["attention_combine_kernel"][0].asm["ptx"]
+
+
+def run_other_operations(dtype: torch.dtype, width: int) -> None:
+    """Runs every other operation and its gradients, and a step of AdamW, on rows of `width`."""
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    x, weight, bias = some(64, width), some(width), some(width)
+    targets = torch.zeros(64, dtype=torch.int64)
+    angles = torch.zeros(64, 64)
+    seed = torch.zeros((), dtype=torch.int64)
+    outputs = [
+        rms_norm(x, weight, 1e-5),
+        *rms_norm(x, weight, 1e-5, some(64, width)),
+        layer_norm(x, weight, bias, 1e-5),
+        *layer_norm(x, weight, bias, 1e-5, some(64, width)),
+        swiglu.swiglu(x, some(64, width)),
+        *rotary.rotary(some(1, 2, 64, 64), some(1, 2, 64, 64), angles, angles),
+        cross_entropy.cross_entropy(x, targets),
+        cross_entropy.linear_cross_entropy(some(64, 64), some(width, 64), targets),
+        weighted_sum.weighted_sum(x, weight),
+        gelu_mlp.gelu_mlp(some(64, 64), some(width, 64), bias, some(64, width), some(64)),
+        linear.dropout_linear(some(64, 64), some(width, 64), bias, 0.1, seed),
+    ]
+    torch.stack([output.float().sum() for output in outputs]).sum().backward()
+    adamw.FusedAdamW([x]).step()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width"),
+    [
+        *((capability, torch.bfloat16, 2560) for capability in (86, 90, 120)),
+        *more(
+            *(
+                (capability, dtype, width)
+                for capability in SHARED_LIMIT
+                for dtype in (torch.float32, torch.float16)
+                # The widest whose rows are loaded ahead in backward, and the widest of all.
+                for width in (256, 8192, norms.MAX_COLUMNS)
+            )
+        ),
+    ],
+)
+def test_every_other_kernel_compiles_and_fits(monkeypatch, capability, dtype, width):
+    found = {}
+
+    def compile_only(kernel, grid, *arguments, **constants) -> None:
+        compiled, log = logged(lambda: kernel.warmup(*arguments, grid=grid, **constants))
+        if log:  # not where the same was compiled before
+            found.setdefault(kernel.__name__, []).append((compiled, log))
+
+    # On tensors of a CPU, whose results are not looked at.
+    for module in OTHER_MODULES:
+        monkeypatch.setattr(module, "runs_kernel", lambda x: x.dtype in fused.DTYPES, False)
+        monkeypatch.setattr(module, "num_multiprocessors", lambda _: 100, False)
+    has_epilogue = capability == 90 and dtype.itemsize == 2
+    monkeypatch.setattr(gelu_mlp, "_has_epilogue", lambda *_: has_epilogue)
+    monkeypatch.setattr(
+        launch.Launcher,
+        "launch",
+        lambda launcher, *rest, **constants: compile_only(launcher.kernel, *rest, **constants),
+    )
+    monkeypatch.setattr(
+        triton.JITFunction,
+        "__getitem__",
+        lambda kernel, grid: functools.partial(compile_only, kernel, grid),
+    )
+    with device_of(capability):
+        run_other_operations(dtype, width)
+    left_out = set() if has_epilogue else {"linear_gelu_kernel"}
+    assert found.keys() == OTHER_KERNELS.keys() - left_out
+    for name, compiled_and_log in found.items():
+        for compiled, log in compiled_and_log:
+            assert compiled.metadata.shared <= SHARED_LIMIT[capability], name
+            # The longest rows of all do not fit in registers.
+            limit = 4096 if width == norms.MAX_COLUMNS else 0
+            assert spilled_bytes(log) <= limit, name
 
 
 def compile_gluon(function, dtype, constants, consumers, *, inner, rows):

@@ -169,8 +169,8 @@ def ended(monkeypatch, capsys):
             ["run", "-p", "device=x"],
             "unknown parameter 'device' of 01_benchmarking; accepted: sizes,",
         ),
-        (["report", "--device", "../abacus"], f"{NOT_MEASURED} '../abacus' in"),
-        (["compare", "--sessions", "a" * 5000], f"{NOT_MEASURED} '{'a' * 80}' in"),
+        (["report", "--device", "../abacus"], "nothing has been measured on '../abacus' in"),
+        (["compare", "--sessions", "a" * 5000], f"nothing has been measured on '{'a' * 80}' in"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_runs(arguments, message, tmp_path, ended):

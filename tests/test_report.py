@@ -241,6 +241,7 @@ def written_by(folder: Path, text: str, device: str) -> Path:
 
 
 def test_text_of_records_and_environments_stays_text(tmp_path):
+    # Apart, or the second would compare itself with the first.
     plain = written_by(tmp_path / "plain", "words", "abacus").read_text(encoding="utf-8")
     path = written_by(tmp_path / "hostile", HOSTILE, "sundial")
     hostile = path.read_text(encoding="utf-8").replace("sundial", "abacus")

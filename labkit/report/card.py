@@ -343,7 +343,7 @@ def _provenance_line(chapters: Chapters) -> str:
     records = [record for chapter in chapters.values() for record in chapter.every_record()]
     gpu = first_of(chapters).environment.get("gpu") or {}
     parts = [f"{gpu['memory_bytes'] / 2**30:.0f} GiB"] if gpu else []
-    parts += [f"{gpu['power_limit_w']:.0f} W"] if "power_limit_w" in gpu else []
+    parts += [f"{gpu['power_limit_w']:.0f} W"] if gpu.get("power_limit_w") else []
     parts += torch_of(records)
     parts += [f"{len({record.session for record in records} - {''})} sessions"]
     parts += [dates_of(records) or "–"]
@@ -359,6 +359,7 @@ def provenance(chapters: Chapters) -> str:
     shown = [record for chapter in chapters.values() for record in chapter.all_records()]
     lines = [
         f"Device: {_machine(first)}.",
+        *(f"Lacking: {name}: {text}." for name, text in first.environment.get("lacks", {}).items()),
         f"Software: {_versions(shown)}.",
         *disturbed_note(to_frame(shown)),
         *_power_note(first, shown),
@@ -381,9 +382,10 @@ def _machine(chapter: Chapter) -> str:
     if gpu:
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
         text += f", {memory}, {gpu['num_multiprocessors']} multiprocessors"
-    if "power_limit_w" in gpu:
-        clock = f"SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
-        text += f", {gpu['power_limit_w']:.0f} W, {clock}"
+    if gpu.get("power_limit_w"):
+        text += f", {gpu['power_limit_w']:.0f} W"
+    if gpu.get("max_sm_clock_mhz"):
+        text += f", SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
     if cpu:
         text += f"; host of the newest run {cpu['name']}, {cpu['num_cores']} cores"
     return text
@@ -400,7 +402,7 @@ def _versions(records: Sequence[Record]) -> str:
 
 
 def _power_note(chapter: Chapter, records: Sequence[Record]) -> list[str]:
-    limit = (chapter.environment.get("gpu") or {}).get("power_limit_w", math.inf)
+    limit = (chapter.environment.get("gpu") or {}).get("power_limit_w") or math.inf
     watts = [record.metrics["watts"] for record in records if record.metrics.get("watts")]
     above = [value for value in watts if value > limit]
     if not above:

@@ -427,20 +427,24 @@ def roofs_of(device: str, root: Path | None = None) -> Roofs:
             return roofs
     sheet = datasheet(name)
     if sheet is None:
-        known = ", ".join(measured_devices(root))
+        known = ", ".join(measured_devices(root)) or "no device"
         raise RequestError(
-            f"no roofs of {device!r}: not measured ({known}), and no datasheet of that name, "
-            "such as 'NVIDIA A100-SXM4-80GB' or 'RTX 4090'"
+            f"no roofs of {device!r}: chapter 01 did not measure a GPU of that name (measured: "
+            f"{known}), and there is no datasheet of it, as of 'NVIDIA A100-SXM4-80GB' or 'RTX "
+            "4090'"
         )
     reached = _reached(root)
+    words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
+    source = f"{sheet.source}, times what measured GPUs reach of theirs ({words})"
+    if not reached:
+        reached = dict.fromkeys(("copy", *PRECISIONS), 1.0)
+        source = f"{sheet.source}, its peaks, for no measured GPU says what is reached of them"
     flops = {
         precision: share * sheet.tflops(precision) * 1e12
         for precision, share in reached.items()
         if precision != "copy" and sheet.tflops(precision)
     }
     copy = reached["copy"] * sheet.memory_gb_per_s * 1e9
-    words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
-    source = f"{sheet.source}, times what measured GPUs reach of theirs ({words})"
     return Roofs(flops, copy, sheet.memory_gb * 1e9, source)
 
 
@@ -485,6 +489,9 @@ def lines(
     if setting.precision not in roofs.flops:
         return [*lines, f"Time: no rate of {setting.precision} is known."]
     alike = of_way(measured, setting.way)
+    if not alike:
+        where = "`labkit run 01 02` on a GPU records some"
+        return [*lines, f"Time: no step of this way is recorded to predict it from; {where}."]
     times = predicted(fitted(alike), setting, roofs)
     rate = setting.tokens / times["in all"] * 1e3
     bounds = (f"{part} {number(times[part])} ({BOUND[part]})" for part in PARTS)

@@ -19,12 +19,13 @@ from labkit.records import (
     folder_of,
     measured_devices,
     read_done,
+    read_environment,
     write_bytes_atomic,
     write_text_atomic,
 )
 from labkit.report import card, compare, figures, page, smoke
-from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of
-from labkit.report.text import listing
+from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of, torch_of
+from labkit.report.text import gib, listing
 
 MOST_AT_ONCE = 4
 """Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
@@ -80,14 +81,19 @@ def rebuild(
     if save_notebooks:
         for name, notebook in _execute_all(notebooks.names(), {}, lessons=True).items():
             _save_outputs(name, notebook, notebooks.path(name))
-    # The reference device's executed notebooks are those in notebooks/.
-    if device != REFERENCE_DEVICE:
+    # The executed notebooks of the reference device are a clone's, in notebooks/.
+    is_committed = IS_CLONE and device == REFERENCE_DEVICE
+    if not is_committed:
         for name, notebook in executed.items():
             _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
     text = _report(chapters, executed, folder)
     # Paths are those of a notebook until it is known where the text is written.
     own = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
-    own = own.replace("../notebooks/", "../../notebooks/")
+    for name in chapters:
+        place = "../../notebooks"
+        if not is_committed:
+            place = os.path.relpath(folder_of(root, device, name), folder)
+        own = own.replace(f"../notebooks/{name}.ipynb", f"{place}/{name}.ipynb")
     written = [write_text_atomic(folder / "report.md", own)]
     if output is None and top_level and IS_CLONE:
         text = text.replace("../figures/", f"{root.relative_to(REPOSITORY).as_posix()}/")
@@ -141,6 +147,30 @@ def devices_table(root: Path) -> pd.DataFrame:
                 versions = {record.software.get(library, "?") for record in records}
                 row[library] = ", ".join(sorted(versions))
             rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def devices_summary(root: Path) -> pd.DataFrame:
+    """Returns README's table of devices: one row a folder of `root`."""
+    rows = []
+    for device in measured_devices(root):
+        folder = root / device
+        chapters = check(folder)
+        records = [record for newest in chapters.values() for record in newest]
+        environment = read_environment(folder)
+        gpu = environment.get("gpu", {})
+        page = "report.md" if (folder / "report.md").exists() else ""
+        name = environment.get("device", {}).get("name", device)
+        rows.append(
+            {
+                "device": f"[{name}](figures/{device}/{page})",
+                "memory, GiB": gib(gpu.get("memory_bytes")),
+                "chapters": listing(notebook[:2] for notebook in chapters),
+                "measurements": f"{sum(record.status == 'ok' for record in records):,}",
+                "measured": dates_of(records) or "–",
+                "software": ", ".join(torch_of(records)) or "–",
+            }
+        )
     return pd.DataFrame(rows)
 
 

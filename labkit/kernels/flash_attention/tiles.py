@@ -54,6 +54,11 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and capability_of(device.index) == 90
 
 
+def _has_tiles(device: torch.device) -> bool:
+    """Whether the Triton kernels' tiles fit a device: before Ampere it shares 64 KiB or less."""
+    return device.type == "cuda" and capability_of(device.index) >= 80
+
+
 @functools.cache
 def hopper_kernels(name: str):
     """The Gluon kernels, loaded when they are first needed: Gluon's interface moves between
@@ -103,7 +108,8 @@ def resolve_impl(
         q: the queries; their device, dtype and head dimension decide.
         impl: one of IMPLS. "auto" is "gluon" on a Hopper GPU for what those kernels take (bf16 and
             fp16, head dimension 64, 72, 80, 96 or 128, no window, not packed) unless the queries
-            are few, else "triton" on a CUDA device in a dtype that it takes, else "tiled".
+            are few, else "triton" on a CUDA device of compute capability 8.0 or more in a dtype
+            that it takes, else "tiled".
         left, right: the mask's limits, −1 for none; (−1, 0) is causal.
         packed: whether sequences are packed.
 
@@ -114,7 +120,7 @@ def resolve_impl(
         raise ValueError(f"impl must be one of {listed(IMPLS)}; got {impl!r}")
     is_cuda = q.device.type == "cuda"
     if impl == "auto":
-        if not is_cuda or q.dtype not in TRITON_DTYPES:
+        if not _has_tiles(q.device) or q.dtype not in TRITON_DTYPES:
             return "tiled"
         num_tiles = triton.cdiv(q.shape[-2], 128) * math.prod(q.shape[:-2])
         is_small = num_tiles <= (SMALL_AT_64 if q.shape[-1] == 64 else SMALL)
