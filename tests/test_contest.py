@@ -194,7 +194,9 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
     """
     asked, replayed = [], ["flex"]
     device = Device("cuda", "a GPU", "a-gpu")
-    operation = types.SimpleNamespace(device=device, call=lambda impl, name: lambda: impl)
+    operation = types.SimpleNamespace(
+        device=device, call=lambda impl, name: lambda: impl, rounds=range
+    )
     error = RuntimeError("operation not permitted when stream is capturing")
 
     def compare(calls, *, method, baseline, **_):
