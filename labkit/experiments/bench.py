@@ -69,6 +69,7 @@ __all__ = ["MEASUREMENT_VERSION", "bench", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 
+# The first kernel is a lesson, and its case is given in other words.
 OPERATIONS = [name for name in IMPLEMENTATIONS if name != "weighted_sum"]
 
 LEAST_ROWS = 128
@@ -331,6 +332,7 @@ def bench(
 ) -> pd.DataFrame:
     """Returns how functions fare in the contest of an operation, one row an implementation and
     pass, the fastest first; one that has no time says why in "status" and "reason".
+    "ratio_to_ours" is its time over ours, with the interval beside it.
 
     Args:
         functions: "FILE.py:NAME", or what the top level of a file or of a notebook's cell defines,
