@@ -533,6 +533,40 @@ def profile(
     )
 
 
+@app.command()
+def bench(
+    functions: Annotated[list[str], typer.Argument(metavar="FILE.py:NAME...")],
+    op: Annotated[str, typer.Option(help="What it computes: attention, layer_norm, swiglu, …")],
+    shape: Annotated[
+        str, typer.Option(help="1x16x4096x64 (batch, heads, length, d_head); else 8192x4096.")
+    ] = "",
+    against: Annotated[
+        str, typer.Option(help="Its rivals: sdpa_cudnn,fa3,ours. Default: ours and the usual ones.")
+    ] = "",
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the tensors.")] = "fp32",
+    causal: Annotated[bool, typer.Option(help="Whether attention has a causal mask.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one pass of all.")] = 300,
+    output: OutputOption = None,
+) -> None:
+    """Hold functions of your own to fp64 and time them in turn with labkit's and others'."""
+    from labkit.experiments import bench as contest
+
+    frame = contest.bench(
+        *functions,
+        op=op,
+        shape=shape,
+        against=against,
+        precision=precision,
+        causal=causal,
+        output=str(_writable(output)),
+        timeout_s=timeout,
+    )
+    print(frame.to_markdown(index=False, floatfmt=".3g"))
+    own = frame[frame["implementation"].str.contains("@")]
+    if not (own["status"] == "ok").all():
+        sys.exit(1)
+
+
 def _slug(device: str) -> str:
     if device != THIS_DEVICE:
         return device

@@ -5,6 +5,7 @@ one more implementation.
 import dataclasses
 import functools
 import math
+import types
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from chapters import CPU, in_section, on_a_cpu
 
 from labkit.configs import PASSES
+from labkit.device import Device
 from labkit.experiments import contest, flash_attention, operations, sections, siglip2
 from labkit.experiments.contest import ContestCase
 from labkit.experiments.flash_attention import run_case
@@ -187,6 +189,7 @@ def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeyp
 
 def test_what_no_graph_holds_is_timed_call_by_call_beside_the_baseline(monkeypatch):
     replayed, error = {"ours", "flex"}, RuntimeError("not permitted when stream is capturing")
+    operation = types.SimpleNamespace(device=Device("cuda", "a GPU", "a-gpu"), rounds=range)
 
     def compare(calls, *, method, baseline, **_):
         if method == "graph" and not set(calls) <= replayed:
@@ -194,7 +197,7 @@ def test_what_no_graph_holds_is_timed_call_by_call_beside_the_baseline(monkeypat
         return contest.Comparison(dict.fromkeys(calls, method), baseline, {})
 
     def methods(*impls: str) -> dict[str, str]:
-        return contest._compared({impl: impl for impl in impls}, "ours", "cuda", 5).timings
+        return contest._compared(operation, {impl: impl for impl in impls}, "ours", 5).timings
 
     monkeypatch.setattr(contest, "compare", compare)
     monkeypatch.setattr(contest.timer, "can_be_captured", lambda call: call in replayed)

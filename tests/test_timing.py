@@ -206,7 +206,7 @@ def run_comparison(clock, costs, **options):
 
 def test_every_round_times_every_candidate_in_an_order_of_its_own(clock):
     costs = dict.fromkeys("abc", lambda call: 1.0)
-    result, order = run_comparison(clock, costs, baseline="a", num_warmup=2, num_rounds=20)
+    result, order = run_comparison(clock, costs, baseline="a", num_warmup=2, rounds=range(20))
     assert sorted(order[:6]) == list("aabbcc"), "warm-up of all comes before the first round"
     rounds = [order[i : i + 3] for i in range(6, len(order), 3)]
     assert len(rounds) == 20 and all(sorted(r) == list("abc") for r in rounds)
@@ -217,7 +217,7 @@ def test_every_round_times_every_candidate_in_an_order_of_its_own(clock):
 def test_a_ratio_is_the_median_of_paired_ratios_and_not_of_medians(clock):
     base, other = iter([1.0, 10.0, 100.0]), iter([2.0, 30.0, 100.0])
     costs = {"base": lambda call: next(base), "other": lambda call: next(other)}
-    result, _ = run_comparison(clock, costs, baseline="base", num_warmup=0, num_rounds=3)
+    result, _ = run_comparison(clock, costs, baseline="base", num_warmup=0, rounds=range(3))
     assert result.ratio["other"][0] == approximately(2.0)
     assert result.ratio["base"] == (1.0, 1.0, 1.0)
 

@@ -145,6 +145,10 @@ class Skip(Exception):
     """
 
 
+class Refused(Exception):
+    """Raised by an experiment for a time that does not say what it should; the text says why."""
+
+
 PhaseRun = tuple[str, Callable[[], Measured]]
 """A phase's name and the function that measures it; `run_case` of an experiment yields these."""
 
@@ -165,6 +169,8 @@ def _status(error: BaseException) -> str:
 
     if isinstance(error, Skip):
         return "skipped"
+    if isinstance(error, Refused):
+        return "refused"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "oom"
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS):
@@ -205,7 +211,8 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
                     del run  # it holds the case's tensors, which would lie beside the next case's
         except BaseException as error:
             status = _status(error)
-            text = str(error) if status == "skipped" else f"{type(error).__name__}: {error}"
+            is_said = status in ("skipped", "refused")
+            text = str(error) if is_said else f"{type(error).__name__}: {error}"
             if status == "error":
                 traceback.print_exception(error)
             connection.send((status, text.strip().split("\n")[0][:500]))
@@ -408,6 +415,9 @@ class Session:
         RecordError: the record file cannot be read.
     """
 
+    subfolder = ""
+    """In the device's folder, of what is kept apart from the chapters."""
+
     def __init__(
         self,
         notebook: str,
@@ -438,7 +448,7 @@ class Session:
         ]
         self.fresh = fresh
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
-        self.folder = Path(output or FIGURES) / self.device.slug
+        self.folder = Path(output or FIGURES) / self.device.slug / self.subfolder
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float] = {}
         self._worker: _Worker | None = None
