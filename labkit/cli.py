@@ -150,9 +150,11 @@ def run(
     folders = {name: root / measured_by(name).slug for name in names}
     # Fails now, not after hours of measuring, if the report could not read something.
     records.newest_of(folders)
-    # Until this command ends, so that its rendering disturbs no other run.
-    context.with_resource(sweep.measuring_lock(device, ", ".join(names), wait=not no_wait))
+    if not dry_run:
+        # Until this command ends, so that its rendering disturbs no other run.
+        context.with_resource(sweep.measuring_lock(device, ", ".join(names), wait=not no_wait))
     start = time.monotonic()
+    planned: set[tuple[str, ...]] = set()
     for round_profile in rounds:
         sessions = [
             sweep.Session(
@@ -166,7 +168,7 @@ def run(
             for name in names
         ]
         if dry_run:
-            _print_plan(round_profile, sessions)
+            _print_plan(round_profile, sessions, planned)
             continue
         target = root / device.slug
         print(f"Measuring {device.name}, profile {round_profile}, into {target}", file=sys.stderr)
@@ -179,22 +181,29 @@ def run(
         _write_report(device, output, folders, start)
 
 
-def _print_plan(profile: str, sessions: Sequence["Session"]) -> None:
-    """Prints of each notebook the cases that a run would measure, and which steps will not fit."""
+def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[str, ...]]) -> None:
+    """Prints of each notebook the cases that a run would measure, and which steps will not fit;
+    what is in `planned`, of the rounds before, is left out.
+    """
     from labkit.experiments.sections import memory_bytes
-    from labkit.experiments.sweep import Progress
+    from labkit.experiments.sweep import expected_seconds
     from labkit.report import plan
 
     unfit = Counter()
     minutes = 0.0
     for session in sessions:
-        pending = session.pending()
-        with Progress([]) as progress:
-            seconds = sum(progress.of(session, case) for case in pending)
-        minutes += seconds / 60
-        words = f"{len(pending)} cases, about {seconds / 60:.1f} minutes"
-        print(f"{profile} {session.notebook}: {words if pending else 'all recorded'}")
-        for case in pending:
+        cases = []
+        for case in session.pending():
+            head = session.notebook, case.section, str(case.parameters)
+            phases = tuple(phase for phase in case.phases if (*head, phase) not in planned)
+            planned |= {(*head, phase) for phase in phases}
+            if phases:
+                cases.append(replace(case, phases=phases))
+        session_minutes = sum(expected_seconds(session, case) for case in cases) / 60
+        minutes += session_minutes
+        words = f"{len(cases)} cases, about {session_minutes:.1f} minutes"
+        print(f"{profile} {session.notebook}: {words if cases else 'all recorded'}")
+        for case in cases:
             if plan.too_large(case.parameters, case.phases, memory_bytes(session.device)):
                 unfit[str(case.parameters["size"])] += 1
     print(f"{profile}: about {minutes:.0f} minutes")
@@ -522,6 +531,40 @@ def profile(
         "A capture holds every environment variable of its process: do not publish one that you "
         "made by hand."
     )
+
+
+@app.command()
+def bench(
+    functions: Annotated[list[str], typer.Argument(metavar="FILE.py:NAME...")],
+    op: Annotated[str, typer.Option(help="What it computes: attention, layer_norm, swiglu, …")],
+    shape: Annotated[
+        str, typer.Option(help="1x16x4096x64 (batch, heads, length, d_head); else 8192x4096.")
+    ] = "",
+    against: Annotated[
+        str, typer.Option(help="Its rivals: sdpa_cudnn,fa3,ours. Default: ours and the usual ones.")
+    ] = "",
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the tensors.")] = "fp32",
+    causal: Annotated[bool, typer.Option(help="Whether attention has a causal mask.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one pass of all.")] = 300,
+    output: OutputOption = None,
+) -> None:
+    """Hold functions of your own to fp64 and time them in turn with labkit's and others'."""
+    from labkit.experiments import bench as contest
+
+    frame = contest.bench(
+        *functions,
+        op=op,
+        shape=shape,
+        against=against,
+        precision=precision,
+        causal=causal,
+        output=str(_writable(output)),
+        timeout_s=timeout,
+    )
+    print(frame.to_markdown(index=False, floatfmt=".3g"))
+    own = frame[frame["implementation"].str.contains("@")]
+    if not (own["status"] == "ok").all():
+        sys.exit(1)
 
 
 def _slug(device: str) -> str:

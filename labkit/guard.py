@@ -70,15 +70,15 @@ def move_temporary_files() -> None:
     """Has this process and all that it starts from now on put temporary files into a guarded
     folder.
     """
-    import multiprocessing.process
+    from multiprocessing import util  # not above: the guard loads nothing that takes time
 
     stack = contextlib.ExitStack()
-    # Before multiprocessing waits for workers: this ends them.
-    atexit.register(stack.close)
     folder, _ = stack.enter_context(guarded_folder())
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    # A folder of its own inside would be gone when it is to be removed: Python 3.11 says so.
-    multiprocessing.process.current_process()._config["tempdir"] = str(folder)
+    # After multiprocessing has removed its own folder in this one, which it does at -100.
+    util.Finalize(None, stack.close, exitpriority=-200)
+    # Before multiprocessing waits for workers: this ends them.
+    atexit.register(_end_inheritors, folder)
 
 
 def shared_file(name: str) -> Path | None:
@@ -164,10 +164,8 @@ def _run_ranks(parent: int, folder: Path, num_ranks: int, timeout_s: float) -> N
     part.rename(folder / "exits")
 
 
-def _clear(folder: Path) -> None:
-    """Kills what has the folder's path in its environment (where there is /proc) and removes the
-    folder.
-    """
+def _end_inheritors(folder: Path) -> None:
+    """Kills what has the folder's path in its environment, where there is /proc."""
     for _ in range(100):  # until none is left that could start another
         num_left = 0
         for environment in Path("/proc").glob("[0-9]*/environ"):
@@ -176,8 +174,13 @@ def _clear(folder: Path) -> None:
                     num_left += 1
                     os.kill(int(environment.parent.name), signal.SIGKILL)
         if not num_left:
-            break
+            return
         time.sleep(0.05)
+
+
+def _clear(folder: Path) -> None:
+    """Ends what was started in a folder and removes it."""
+    _end_inheritors(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 

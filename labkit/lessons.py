@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,20 @@ def interpret_kernels() -> None:
             "import"
         )
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def controls(function: Callable[..., Any], **choices: list) -> Any:
+    """Shows a menu for each choice, and what the function returns for what is chosen.
+
+    Args:
+        choices: the values of each argument, the first one first. Without ipywidgets the function
+            is called with the first ones.
+    """
+    try:
+        import ipywidgets
+    except ImportError:
+        return function(**{name: values[0] for name, values in choices.items()})
+    return ipywidgets.interactive(function, **choices)
 
 
 def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.DataFrame:

@@ -170,9 +170,7 @@ def show(name: str, values: Mapping[str, Any]):
     return notebook
 
 
-def execute(
-    name: str, values: Mapping[str, Any], *, lessons: bool = False, show_progress: bool = False
-):
+def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False):
     """Executes a notebook in a new kernel of this Python and returns it with its outputs.
 
     Args:
@@ -180,7 +178,6 @@ def execute(
         values: parameters to set.
         lessons: execute the cells tagged "lesson" too; without them only measurements use the
             device.
-        show_progress: show the notebook's progress bars and messages on stderr.
 
     Raises:
         NotebookError: a cell raised, the kernel died, or a cell exceeded CELL_TIMEOUT_S.
@@ -200,7 +197,6 @@ def execute(
     os.environ.setdefault(
         "PYDEVD_DISABLE_FILE_VALIDATION", "1"
     )  # the kernel's debugger warns about frozen modules
-    stream = sys.stderr if show_progress else None
     try:
         return papermill.execute_notebook(
             read(name) if lessons else without_lessons(read(name)),
@@ -210,8 +206,6 @@ def execute(
             kernel_manager_class=ThisPython,
             progress_bar=False,
             execution_timeout=CELL_TIMEOUT_S,
-            stdout_file=stream,
-            stderr_file=stream,
             # Silences its transport, and the interrupt before its end, which it logs as an error.
             extra_arguments=["--IPKernelApp.log_level=50"],
             # asked to end, it would warn of what its event loop still holds

@@ -47,7 +47,7 @@ SHARED = (
     "schema_version",
 )
 """Fields that all records of a session and file share."""
-STATUSES = ("ok", "oom", "error", "skipped", "timeout")
+STATUSES = ("ok", "oom", "error", "skipped", "timeout", "refused")
 
 HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
 """Sections that every session measures again, before any other: its call times are of its own host,

@@ -58,6 +58,7 @@ LONGEST_FIRST = (
     "test_distributed.py",
     "test_flash_attention_notebook.py",
     "test_attention_notebook.py",
+    "test_bench.py",
     "test_page.py",
     "test_flash_attention.py",
     "test_nsys_analysis_notebook.py",

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from labkit.configs import SIZES
 from labkit.device import detect
 from labkit.experiments import sweep
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Session, Skip
@@ -90,6 +91,11 @@ def _fail_when_repeated(case: Case) -> None:
         os._exit(3)
 
 
+def _count_blocks(case: Case) -> None:
+    with open(Path(case.parameters["log"]).with_name("blocks"), "a") as file:
+        file.write(f"{SIZES['small'].num_layers}\n")
+
+
 FAULTS: dict[str, Callable[[Case], None]] = {
     "none": lambda case: None,
     "torch_out_of_memory": _torch_out_of_memory,
@@ -104,10 +110,10 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "hang_with_the_interpreter": _hang_with_the_interpreter,
     "skip": _skip,
     "brief": lambda case: time.sleep(0.01),
-    "long": lambda case: time.sleep(0.8),
     "child": _start_child,
     "end_when_done": _end_when_done,
     "busy_then_exit": _fail_when_repeated,
+    "count_blocks": _count_blocks,
 }
 FAULTS |= {
     f"child_and_{name}": lambda case, fault=FAULTS[name]: (_start_child(case), fault(case))
@@ -122,7 +128,6 @@ CLAIMS: dict[str, dict] = {
 }
 
 CPU_WAITS = {
-    "quiet": (0.0,),
     "busy_once": (0.5, 0.0),
     "busy": (0.5, 0.2, 0.4),
     "busy_then_exit": (0.5,),

@@ -11,8 +11,6 @@ from torch import Tensor
 from labkit.kernels import flash_attention, fused
 from labkit.kernels.column_sums import column_sums
 from labkit.kernels.cross_entropy import cross_entropy, linear_cross_entropy
-from labkit.kernels.flash_attention.qkv import flash_attention_qkv
-from labkit.kernels.flash_attention.tiled import TiledFlashAttention
 from labkit.kernels.gelu_mlp import gelu_mlp
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.linear import dropout_linear, norm_linear
@@ -23,7 +21,6 @@ from labkit.kernels.swiglu import swiglu
 from labkit.kernels.weighted_sum import weighted_sum
 
 EPS = 1e-5
-CU_SEQLENS = torch.tensor([0, 2, 6], dtype=torch.int32)
 IMPL = "triton" if fused.IS_INTERPRETED else "auto"
 
 
@@ -32,14 +29,13 @@ class Operation:
     """Ours and the formula, both of the tensors to differentiate by.
 
     size: the shape of the first where a test asks for no other; others: those of the others, for
-    that of the first. paths: "plain", "kernel", and what the operation has of them.
+    that of the first.
     """
 
     ours: Callable
     formula: Callable
     size: tuple[int, ...] = (5, 6)
     others: Callable = lambda size: []
-    paths: tuple[str, ...] = ("plain", "kernel")
 
 
 def targets_of(x: Tensor, num_classes: int) -> Tensor:
@@ -94,27 +90,11 @@ def normed_linear(total, gain, shift, weight, bias):
     return norm_linear(layer_norm(*norm), weight, bias, norm)
 
 
-def attend(q, k, v):
-    """Attention of (total, heads, d) as packed by CU_SEQLENS."""
-    parts = [x.transpose(0, 1).split(CU_SEQLENS.diff().tolist(), 1) for x in (q, k, v)]
-    outs = [attention_reference(*(x[None] for x in part))[0] for part in zip(*parts, strict=True)]
-    return torch.cat(outs, 1).transpose(0, 1)
-
-
-def attend_packed(*qkv):
-    packing = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS}
-    return flash_attention.flash_attention(*qkv, **packing, impl=IMPL)
-
-
 def hidden_layer(size):
     return [(2 * size[-1], size[-1]), (2 * size[-1],), (size[-1], 2 * size[-1]), size[-1:]]
 
 
-def two_alike(size):
-    return [size, size]
-
-
-HEADS, ROWS = (1, 2, 4, 8), (6, 2, 8)
+HEADS = (1, 2, 4, 8)
 OPERATIONS = {
     "rms_norm": Operation(
         lambda x, w: rms_norm(x, w, EPS),
@@ -176,38 +156,15 @@ OPERATIONS = {
         weighted_sum,
         lambda x, w: (x * w).sum(-1),
         others=lambda size: [size[-1:]],
-        paths=("kernel",),
     ),
     "column_sums": Operation(column_sums, lambda x: x.sum(0)),
     "flash_attention": Operation(
         lambda *qkv: flash_attention.flash_attention(*qkv, impl=IMPL),
         attention_reference,
         HEADS,
-        two_alike,
-    ),
-    "flash_attention, tiled": Operation(
-        lambda *qkv: flash_attention.flash_attention(*qkv, causal=True, impl="tiled"),
-        lambda *qkv: attention_reference(*qkv, causal=True),
-        HEADS,
-        two_alike,
-    ),
-    "flash_attention, packed": Operation(attend_packed, attend, ROWS, two_alike),
-    "flash_attention_qkv": Operation(
-        lambda qkv: flash_attention_qkv(qkv, CU_SEQLENS, 4),
-        lambda qkv: attend(*qkv.unbind(1)),
-        (6, 3, 2, 8),
-    ),
-    "FlashAttention": Operation(
-        flash_attention.FlashAttention.apply, attention_reference, HEADS, two_alike, ("kernel",)
-    ),
-    "TiledFlashAttention": Operation(
-        TiledFlashAttention.apply, attention_reference, HEADS, two_alike
+        lambda size: [size, size],
     ),
 }
-
-
-def cases(path: str) -> list[str]:
-    return [name for name, operation in OPERATIONS.items() if path in operation.paths]
 
 
 def draw(name: str, dtype: torch.dtype, size: tuple[int, ...] | None = None) -> list[Tensor]:

@@ -5,14 +5,13 @@ instants.
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.launch import launch, rank_device
+from labkit.parallel.launch import rank_device
 
 
 def wait_for(path: str):
@@ -34,7 +33,6 @@ def end(how: str | int):
     """
     yield os.getpid()
     dist.barrier()
-    size = 4
     if dist.get_rank() == 1:
         if how == "raise":
             raise ZeroDivisionError("of rank 1")
@@ -42,11 +40,9 @@ def end(how: str | int):
             time.sleep(600)
         if how == "exit":
             os._exit(0)
-        if how == "shape":
-            size = 1004
         if isinstance(how, int):
             os.kill(os.getpid(), how)
-    x = torch.ones(size, device=rank_device())
+    x = torch.ones(4, device=rank_device())
     dist.all_reduce(x)
     x.sum().item()  # waits for it
     yield "after"
@@ -60,40 +56,9 @@ def start_child():
         yield subprocess.Popen(["sleep", "600"], start_new_session=apart).pid
 
 
-class Unknown:
-    """Of a module that the caller cannot import."""
-
-
-def unknown_class():
-    sys.modules["only_in_the_ranks"] = sys.modules[__name__]
-    Unknown.__module__ = "only_in_the_ranks"
-    yield 1
-    yield Unknown()
-
-
 def kill_guard():
     yield os.getpid()
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
-
-
-def kill_calls(delays):
-    """Starts a call for each delay (s) in a process of its own, and sends that one of the signals
-    after the delay.
-    """
-    for number, delay in enumerate(delays):
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            try:
-                launch(wait_for, 2, "/nowhere", device="cpu", timeout_s=60)
-            finally:
-                os._exit(1)
-        os.setpgid(pid, pid)
-        time.sleep(delay)
-        # To all of its group, as a terminal and a batch system do.
-        signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        os.killpg(pid, signals[number % 4])
-        os.waitpid(pid, 0)

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from labkit.configs import ModelConfig
 from labkit.kernels.adamw import FusedAdamW
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
-from labkit.parallel import collectives, fully_sharded
+from labkit.parallel import collectives
 from labkit.parallel.data_parallel import (
     BucketedDataParallel,
     FlatDataParallel,
@@ -60,10 +59,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(self.second(torch.tanh(self.norm(self.first(x + self.shift)))))
-
-    def freeze(self, frozen: bool):
-        self.first.requires_grad_(not frozen)
-        self.norm.requires_grad_(not frozen)
 
 
 class Tied(nn.Module):
@@ -116,8 +111,8 @@ def alone_step(model: nn.Module, optimizer, seed: int, parts: int = 1) -> None:
     optimizer.step()
 
 
-def rank_step(model: nn.Module, optimizer, seed: int, parts: int = 1, clip: float = 0):
-    """A wrapper's step on this rank's rows; returns the gradient's norm."""
+def rank_step(model: nn.Module, optimizer, seed: int, parts: int = 1) -> None:
+    """A wrapper's step on this rank's rows."""
     optimizer.zero_grad()
     finish = getattr(model, "finish_gradient_synchronization", lambda: None)
     pieces = rows(dist.get_world_size() * seed + dist.get_rank()).chunk(parts)
@@ -127,23 +122,21 @@ def rank_step(model: nn.Module, optimizer, seed: int, parts: int = 1, clip: floa
             model(part).square().mean().backward()
             if not waits:
                 finish()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if clip else torch.zeros(())
     optimizer.step()
-    return full(norm).item()
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def assert_same(model: nn.Module, expected: nn.Module, bound: float, what, least=0) -> None:
-    """Asserts that no parameter of a wrapper differs by more than `bound` of the largest value, or
-    of `least`; 0: bit for bit.
+def assert_same(model: nn.Module, expected: nn.Module, bound: float, what) -> None:
+    """Asserts that no parameter of a wrapper differs by more than `bound` of the largest value; 0:
+    bit for bit.
     """
     values = dict(model.module.named_parameters(remove_duplicate=False))
     wanted = expected.named_parameters(remove_duplicate=False)
     for (name, value), (_, p) in zip(values.items(), wanted, strict=True):
-        assert (full(value) - p).abs().max() <= bound * p.abs().max().clamp(min=least), (what, name)
+        assert (full(value) - p).abs().max() <= bound * p.abs().max(), (what, name)
 
 
 def check_every_wrapper_trains_as_one_process():
@@ -179,86 +172,6 @@ def check_what_some_ranks_use_is_averaged_over_all():
         assert grads[2] is None, name
 
 
-def check_what_is_frozen_or_unfrozen_after_wrapping_trains_as_in_one_process():
-    for name, unfreezes in itertools.product(WRAPPERS, (False, True)):
-        expected, mine = made(Net), made(Net)
-        expected.freeze(unfreezes)
-        mine.freeze(unfreezes)
-        model = WRAPPERS[name](mine)
-        optimizers = momentum(expected), momentum(model)
-        for seed in range(4):
-            if seed == 2:
-                expected.freeze(not unfreezes)
-                mine.freeze(not unfreezes)
-            alone_step(expected, optimizers[0], seed)
-            rank_step(model, optimizers[1], seed)
-        assert_same(model, expected, 2e-6, (name, unfreezes))
-
-
-def clipped(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return [rank_step(model, optimizer, seed, clip=0.05) for seed in range(3)]
-
-
-def scaled(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(model(rows(dist.get_rank())).square().mean()).backward()
-    if isinstance(model, FullyShardedDataParallel):
-        model.finish_gradient_synchronization()
-    if dist.get_rank() == 0:
-        next(p for p in model.parameters() if p.ndim > 1).grad.to_local()[0] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale()
-
-
-def check_clipping_and_scaling_do_what_they_do_under_fully_shard():
-    from torch.distributed.fsdp import fully_shard
-
-    if dist.get_world_size() > 2:
-        return  # which round their sums in other orders
-    for train in (clipped, scaled):
-        results, states = [], []
-        for wrap in (FullyShardedDataParallel, fully_shard):
-            model = wrap(made(Net))
-            results.append(train(model))
-            state = model.state_dict().items()
-            states.append({name.removeprefix("module."): full(x) for name, x in state})
-        assert results[0] == results[1], (train, results)
-        assert states[0].keys() == states[1].keys(), train
-        assert all(torch.equal(states[0][name], x) for name, x in states[1].items()), train
-        assert train is not scaled or results[0] == 4
-
-
-def check_buffers_are_rank_0s_as_in_torchs_wrapper():
-    rank = dist.get_rank()
-
-    def normalized():
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    for name, wrapper in WRAPPERS.items():
-        pair = [wrap(made(normalized, rank)) for wrap in (wrapper, DistributedDataParallel)]
-        means = [model.module[1].running_mean for model in pair]
-        for seed in range(3):
-            for model in pair:
-                model(rows(2 * seed + rank)).square().mean().backward()
-            pair[0].finish_gradient_synchronization()
-            assert torch.equal(*means), name
-        with torch.no_grad():
-            assert torch.equal(*(model.eval()(rows(99)) for model in pair)), name
-        assert torch.equal(*means), name
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.scale = nn.LSTM(4, 4, 2, batch_first=True), nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.lstm(x)[0] * self.scale
-
-
 class Readout(nn.Module):
     """Computes with its embedding's table outside of it."""
 
@@ -270,35 +183,6 @@ class Readout(nn.Module):
         return x @ self.table.weight.T
 
 
-def repeated():
-    return nn.Sequential(*[nn.Linear(4, 4)] * 3)
-
-
-def encoder():
-    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-
-
-def check_modules_that_share_or_remember_parameters_train_fully_sharded():
-    for kind, units, dtype, bound in (
-        (Recurrent, (), None, 2e-6),
-        (repeated, (), None, 2e-6),
-        (Readout, (Readout,), None, 2e-6),
-        (encoder, (nn.TransformerEncoderLayer,), torch.bfloat16, 2e-3),
-    ):
-        expected = made(kind)
-        model = FullyShardedDataParallel(made(kind), dtype, units=units)
-        x = rows(0).view(2, 3, 4)
-        for _ in range(2):
-            for one in (expected, model):
-                optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-                optimizer.zero_grad()
-                one(x).float().square().mean().backward()
-                if one is model:
-                    model.finish_gradient_synchronization()
-                optimizer.step()
-        assert_same(model, expected, bound, (kind, dtype), least=1 if dtype else 0)
-
-
 def twice(model):
     for _ in range(2):
         model(rows(0)).sum().backward()
@@ -307,11 +191,6 @@ def twice(model):
 def replaced(model):
     model.module[0].weight = nn.Parameter(torch.ones(4, 4))
     model(rows(0))
-
-
-def converted(model):
-    model.double()
-    model(rows(0).double())
 
 
 def penalised(model):
@@ -327,39 +206,31 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
         (
             (twice, RuntimeError, r"^a second backward before finish_.*; accepted: one"),
             (replaced, RuntimeError, "wrapping, 0.weight was added, replaced or moved"),
-            (converted, RuntimeError, "0.weight was added, replaced or moved"),
             (copy.deepcopy, TypeError, r"Parallel cannot be copied or pickled; accepted: its"),
         ),
     ):
         with pytest.raises(kind, match=message):
             misuse(wrapper(linear()))
     sharded = FullyShardedDataParallel
-    for kind, x in ((encoder, rows(0)[None]), (Readout, rows(0))):
-        with pytest.raises(RuntimeError) as caught:
-            sharded(kind())(x)
-        assert "units=(the class" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError) as caught:
+        sharded(Readout())(rows(0))
+    assert "units=(the class" in caught.value.__notes__[0]
     with pytest.raises(RuntimeError, match=r"0.weight has a gradient of this rank alone.*accepted"):
         penalised(sharded(linear()))
 
 
 def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
-    linear, sharded, rank = nn.Linear(2, 2), FullyShardedDataParallel, dist.get_rank()
-    two_devices = nn.Sequential(linear, nn.Linear(2, 2, device="meta"))
+    linear, rank = nn.Linear(2, 2), dist.get_rank()
     sparse = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
-    timed = collectives.time_collective
     for call, message in (
         (lambda: BucketedDataParallel(linear, 0), "bucket_size_mb is 0; accepted"),
         (lambda: BucketedDataParallel(linear, 1, "copy"), "'copy'; accepted with gloo: coll"),
-        (lambda: sharded(nn.ReLU()), "ReLU has no parameters"),
-        (lambda: FlatDataParallel(two_devices), "on cpu, meta; accepted: one device"),
         (lambda: FlatDataParallel(sparse), "^0 makes sparse gradients; accepted: sparse=False"),
         (
             lambda: OverlappedDataParallel(nn.Linear(2 + rank, 2)),
             r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",
         ),
-        (lambda: timed("all_ruduce", 1000), "'all_ruduce'; accepted: all_reduce"),
-        (lambda: timed("all_reduce", 3), "3 bytes of torch.float32; accepted"),
-        (lambda: timed("all_reduce", 1000, transport="ctas_4"), "'ctas_4' with gloo; accepted"),
+        (lambda: collectives.time_collective("all_ruduce", 1000), "accepted: all_reduce"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -400,8 +271,6 @@ def transformer(seed: int, variant: str = "plain") -> TransformerLM:
     model = TransformerLM(TOY, max_context=8)
     for i, block in enumerate(model.blocks):
         if variant == "compiled":
-            block = torch.compile(block, backend="aot_eager")
-        if variant == "compiled in place":
             block.compile(backend="aot_eager")
         model.blocks[i] = Checkpointed(block) if variant == "checkpointed" else block
     return model
@@ -413,7 +282,7 @@ def lm_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def check_a_fully_sharded_transformer_trains_as_in_one_process():
     rank, number = dist.get_rank(), dist.get_world_size()
-    for variant in ("plain", "units", "checkpointed", "bf16", "compiled", "compiled in place"):
+    for variant in ("plain", "units", "checkpointed", "bf16", "compiled"):
         expected = transformer(0)
         units = (Block,) if variant == "units" else ()
         dtype = torch.bfloat16 if variant == "bf16" else None
@@ -445,31 +314,6 @@ def check_a_fully_sharded_transformer_trains_as_in_one_process():
         if dtype:
             with pytest.raises(AssertionError):  # computed in fp32
                 assert_same(model, expected, 1e-5, variant)
-
-
-def check_a_layer_is_gathered_when_the_one_but_last_before_it_is_done():
-    """Never are there more than two: the one that runs and the next."""
-    model = FullyShardedDataParallel(transformer(0))
-    counts, start = [], fully_sharded.start
-
-    def layers_held():
-        weights = [weight for weight in model._weights if weight.flat.untyped_storage().size()]
-        return {weight.layer for weight in weights}
-
-    def counted(operation, pairs, *options):
-        counts.append((operation is collectives.all_gather, len(layers_held())))
-        return start(operation, pairs, *options)
-
-    fully_sharded.start, model.waits = counted, []
-    for _ in range(2):  # the first iteration shows the order
-        counts.clear()
-        lm_loss(model, torch.zeros(2, 8, dtype=torch.long)).backward()
-        model.finish_gradient_synchronization()
-    fully_sharded.start = start
-    num_held = [num_layers for is_gather, num_layers in counts if is_gather]
-    assert len(num_held) > 40 and max(num_held) == 2 and num_held.count(2) > 40
-    assert not layers_held()
-    assert model.waits and all(end >= begin for begin, end in model.waits)
 
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -508,34 +352,15 @@ def bf16() -> list[nn.Parameter]:
     return parameters(torch.bfloat16, (4, 5), (5,), (3,))
 
 
-def odd() -> list[nn.Parameter]:
-    """Of several dtypes, without elements or dimensions, and not contiguous."""
-    transposed = nn.Parameter(torch.arange(6.0).view(2, 3).T)
-    half = parameters(torch.bfloat16, (3, 2), (), (0, 2)) + parameters(torch.float16, (5,))
-    return [transposed, *half, *parameters(torch.float64, (4,))]
-
-
-class Warming(torch.optim.SGD):
-    """Counts its steps in its group, and takes its rate from them."""
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for group in self.param_groups:
-            group["calls"] = group.get("calls", 0) + 1
-            group["lr"] *= group["calls"]
-        return loss
-
-
-EVENTS = "steps deepcopy steps exchange steps group steps freeze steps steps".split()
+EVENTS = "steps steps exchange steps group steps freeze steps steps".split()
 
 
 def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
     """Through whatever happens between steps; the last parameter comes in a group of its own."""
     for kind, make, options in (
-        (torch.optim.AdamW, odd, {"lr": 0.1, "fused": True}),
+        (torch.optim.AdamW, fp32, {"lr": 0.1, "fused": True}),
         (torch.optim.SGD, fp32, {"lr": 0.1, "momentum": 0.9}),
         (FusedAdamW, bf16, {"lr": 0.1}),
-        (Warming, fp32, {"lr": 0.1}),
     ):
         params, expected = make(), make()
         # Twice, as tied parameters are in a list made module by module.
@@ -557,11 +382,9 @@ def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
             elif event == "group":
                 sharded.add_param_group({"params": params[-1], "lr": 0.05})
                 unsharded.add_param_group({"params": expected[-1], "lr": 0.05})
-            elif event == "freeze":  # with gradients, in the steps that follow
+            else:  # frozen, with gradients in the steps that follow
                 params[0].requires_grad_(False)
                 expected[0].requires_grad_(False)
-            else:
-                params, sharded = copy.deepcopy((params, sharded))
             same = [torch.equal(p, q) for p, q in zip(params, expected, strict=True)]
             assert all(same), (kind, make, seed, event, same)
         sizes = [p.nbytes for p in params]
@@ -569,34 +392,13 @@ def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
         assert sum(p.nbytes for p in sharded.state) <= most, "more than its share"
 
 
-def check_the_sharded_optimizers_hooks_see_whole_states():
-    seen = []
-    params = fp32()
-    optimizer = ShardedOptimizer(params, torch.optim.SGD, momentum=0.9)
-    optimizer.register_state_dict_post_hook(lambda own, state: state | {"more": 1})
-    optimizer.register_load_state_dict_pre_hook(
-        lambda own, state: seen.append(sorted(state["state"]))
-    )
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
-    assert state["more"] == 1 and seen == [[0, 1, 2, 3]]
-
-
 def check_what_cannot_be_sharded_is_refused_on_every_rank():
     rank, (first, *others) = dist.get_rank(), fp32()
     optimizer = ShardedOptimizer([first], torch.optim.SGD)
     for call, message in (
-        (lambda: ShardedOptimizer([], torch.optim.SGD), "empty parameter list"),
         (
             lambda: optimizer.add_param_group({"params": others[rank : rank + 1]}),
             r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, a parameter of \(5,\), ",
-        ),
-        (
-            lambda: optimizer.add_param_group({"params": others[: 1 + rank]}),
-            r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, None",
         ),
         (
             lambda: optimizer.load_state_dict({"param_groups": [], "state": {}}),

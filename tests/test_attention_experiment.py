@@ -8,12 +8,11 @@ import functools
 import chapters
 import pytest
 import torch
-from chapters import CPU, in_section, on_a_cpu
+from chapters import CPU, on_a_cpu
 
-from labkit import accounting, published
-from labkit.configs import ATTENTION
+from labkit import accounting
 from labkit.experiments import attention as experiment
-from labkit.experiments.attention import AttentionCall, cases, run_case
+from labkit.experiments.attention import AttentionCall, run_case
 from labkit.experiments.sweep import Case, Skip
 from labkit.kernels.attention import attention
 from labkit.kernels.reference import attention_reference
@@ -37,27 +36,6 @@ def case(**chosen) -> Case:
 
 
 measure = functools.partial(chapters.measure, run_case)
-
-
-def full(section: str) -> list[dict]:
-    return [one.parameters for one in in_section(cases("full", "cuda"), section)]
-
-
-def test_full_is_the_published_grid_in_every_series():
-    table = published.load("attention_pytorch")
-    theirs = set(zip(table["d_model"], table["seq_len"], strict=True))
-    assert len(theirs) == 20 and set(table["batch_size"]) == {8}
-    for precision, impls in ATTENTION["full"].series.items():
-        for impl in impls:
-            series = {"impl": impl, "precision": precision}.items()
-            own = [call for call in full("attention") if series <= call.items()]
-            assert theirs <= {(call["d_head"], call["length"]) for call in own}
-
-
-def test_a_masked_case_has_its_unmasked_one():
-    every, masked = full("attention"), full("masked")
-    assert len(masked) == 12 and {one.pop("causal") for one in masked} == {True}
-    assert all(one in every for one in masked)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -103,19 +81,6 @@ def test_a_label_that_is_not_what_ran_is_refused():
 def test_what_cannot_run_here_is_skipped_with_its_reason(impl, precision, reason):
     with pytest.raises(Skip, match=reason):
         measure(case(impl=impl, precision=precision))
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="implementation 'magic'; accepted: eager, compiled"):
-        AttentionCall(CPU, parameters(impl="magic"))
-
-
-def test_a_compiled_transformers_case_is_a_training_steps_backward_pass():
-    case = in_section(cases("full", "cuda"), "transformer")[0]
-    assert case.phases == ("backward",) and case.parameters["compile"] == "regional"
-    small = {**case.parameters, "size": "nano", "context": 32, "compile": "none"}
-    measured = measure(dataclasses.replace(case, parameters=small, time_limit_s=0.01))
-    assert measured["backward"].case == small and measured["backward"].metrics["median_ms"] > 0
 
 
 WRONG = {

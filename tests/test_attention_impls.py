@@ -5,17 +5,12 @@ Shape suffixes as in labkit.kernels.attention: B batch, H heads, S length, D hea
 """
 
 import functools
-import itertools
-import math
 import sys
-import types
 
 import pytest
 import torch
 from torch import Tensor
 
-from labkit.experiments.siglip2 import flash_attention_3
-from labkit.kernels import attention as module
 from labkit.kernels.attention import IMPLS, SDPA_BACKENDS, attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
 
@@ -111,14 +106,6 @@ def test_what_runs_on_a_cpu_is_known_and_the_others_give_a_reason():
     assert "xformers" not in sys.modules
 
 
-def test_an_unknown_name_is_refused_with_the_accepted_ones():
-    q, k, v, _ = draw("even", torch.float32)
-    with pytest.raises(ValueError, match="unknown attention 'flash'; accepted: eager, "):
-        attention(q, k, v, impl="flash")
-    with pytest.raises(ValueError, match="unknown attention 'flash'; accepted: eager, "):
-        unavailable_reason("flash", q, k, causal=True)
-
-
 @pytest.mark.parametrize("impl", ["sdpa_cudnn", "sdpa_efficient"])
 def test_a_backend_that_cannot_run_raises_and_none_stands_in(impl):
     q, k, v, _ = draw("even", torch.float32)
@@ -132,128 +119,3 @@ def test_sdpa_is_refused_where_its_mask_is_another():
     for impl in ("sdpa", *SDPA_BACKENDS):
         with pytest.raises(ValueError, match="top left, which differs for 30 queries and 47 keys"):
             attention(q, k, v, causal=True, impl=impl)
-
-
-def test_the_reasons_of_a_backend_are_its_own(monkeypatch):
-    """PyTorch explains by warnings, among them that the other backends were disabled and where in
-    its source.
-    """
-    texts = [
-        "Flash attention kernel not used because: (Triggered internally at /src/sdp.cpp:1.)",
-        "Expected query to be bfloat16, got Float (Triggered internally at /src/sdp.cpp:2.)",
-        "Memory Efficient attention has been runtime disabled. (Triggered internally at "
-        "/src/sdp.cpp:3.)",
-    ]
-
-    def refuse(*_):
-        for text in texts:
-            module.warnings.warn(text, stacklevel=1)
-        raise RuntimeError("No available kernel. Aborting execution.")
-
-    monkeypatch.setattr(torch, "_fused_sdp_choice", refuse)
-    q, k, *_ = draw("even", torch.float32)
-    assert (
-        unavailable_reason("sdpa_flash", q, k, causal=True)
-        == "Expected query to be bfloat16, got Float"
-    )
-    texts.clear()
-    assert (
-        unavailable_reason("sdpa_flash", q, k, causal=True)
-        == "No available kernel. Aborting execution."
-    )
-
-
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(6, 6), (4, 7), (7, 4)])
-def test_the_block_mask_is_aligned_to_the_bottom_right(num_queries, num_keys):
-    mask = module._causal_block_mask(num_queries, num_keys, torch.device("cpu"))
-    query, key = torch.arange(num_queries)[:, None], torch.arange(num_keys)[None]
-    seen = mask.mask_mod(0, 0, query, key)
-    assert torch.equal(seen, torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool())
-    assert module._causal_block_mask(num_queries, num_keys, torch.device("cpu")) is mask
-
-
-def test_the_library_is_found_without_importing_its_package(tmp_path, monkeypatch):
-    q, k, v, _ = draw("even", torch.float32)
-    module.fa3_missing.cache_clear()
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="FlashAttention-3 is not installed"):
-        attention(q, k, v, impl="fa3")
-    monkeypatch.undo()
-    library = tmp_path / "xformers" / "flash_attn_3" / "_C.so"
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"no library")
-    (tmp_path / "xformers" / "__init__.py").write_text("raise AssertionError('it was imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module.fa3_missing.cache_clear()
-    reason = module.fa3_missing()
-    assert "is installed, but does not load: " in reason and "/" not in reason
-    assert "xformers" not in sys.modules
-    module.fa3_missing.cache_clear()
-
-
-def formula(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool) -> Tensor:
-    tensors_BHSD = (x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
-    return attention_reference(*tensors_BHSD, causal=causal).transpose(1, 2)
-
-
-@pytest.fixture
-def flags(monkeypatch):
-    """Operators with the parameters of the library in xformers 0.0.34, computed by the formula on a
-    CPU; strict about their inputs.
-
-    Gives the flags of every backward pass.
-    """
-    flags = []
-
-    def computed(q, k, v, is_causal, **packed):
-        if not packed:
-            return formula(q, k, v, is_causal)
-        starts, longest = packed["cu_seqlens_q"], packed["max_seqlen_q"]
-        assert starts is packed["cu_seqlens_k"] and starts.dtype == torch.int32 and q.dim() == 3
-        lengths = starts.diff().tolist()
-        assert longest == packed["max_seqlen_k"] == max(lengths)
-        parts = zip(*(x[None].split(lengths, 1) for x in (q, k, v)), strict=True)
-        return torch.cat([formula(*part, is_causal) for part in parts], 1)[0]
-
-    def fwd(q, k, v, *, is_causal, **packed):
-        assert all(x.stride(-1) == 1 for x in (q, k, v)), "the library takes dense rows only"
-        lse = q.new_zeros(q.shape[:-1]).transpose(-1, -2)
-        return computed(q, k, v, is_causal, **packed), lse, q.new_empty(0), q.new_empty(0)
-
-    def bwd(dout, q, k, v, out, softmax_lse, *, softmax_scale, is_causal, deterministic, **packed):
-        flags.append(deterministic)
-        assert softmax_scale == 1 / math.sqrt(q.shape[-1]) and dout.stride(-1) == 1
-        assert softmax_lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        with torch.enable_grad():
-            again = computed(*leaves, is_causal, **packed)
-        return (*torch.autograd.grad(again, leaves, dout), q.new_empty(0))
-
-    operators = types.SimpleNamespace(fwd=fwd, bwd=bwd)
-    monkeypatch.setattr(torch.ops, "flash_attn_3", operators, raising=False)
-    monkeypatch.setattr(module, "fa3_missing", lambda: None)
-    return flags
-
-
-@pytest.mark.parametrize("impl", module.FA3)
-def test_the_librarys_operators_are_called_by_their_parameters(flags, impl):
-    for shape in ("even", "no heads", "fewer queries"):
-        check_errors(impl, shape, torch.float32, causal=shape != "even")
-    assert set(flags) == {impl == "fa3_deterministic"}
-    # A transposed input and the expanded gradient of a sum have no dense rows.
-    x = torch.randn(2, 3, 16, 40, dtype=torch.float64).transpose(2, 3).requires_grad_()
-    (got,) = torch.autograd.grad(attention(x, x, x, causal=True, impl=impl).sum(), x)
-    (expected,) = torch.autograd.grad(attention_reference(x, x, x, causal=True).sum(), x)
-    assert (got - expected).abs().max() <= 1e-12
-
-
-def test_the_library_takes_packed_sequences(flags):
-    """(T, H, D) tensors that share a fused projection, and the sequences' boundaries."""
-    lengths = [5, 1, 9]
-    qkv = torch.randn(15, 3, 2, 16, dtype=torch.float64, requires_grad=True)
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    out = flash_attention_3(qkv, starts, max(lengths))
-    parts = [formula(*part.unsqueeze(0).unbind(2), False)[0] for part in qkv.split(lengths)]
-    grads = [torch.autograd.grad(x.sin().sum(), qkv)[0] for x in (out, torch.cat(parts))]
-    assert (out - torch.cat(parts)).abs().max() <= 1e-12
-    assert (grads[0] - grads[1]).abs().max() <= 1e-12

@@ -5,7 +5,6 @@ import pytest
 
 from labkit import accounting
 from labkit.report import attention as report
-from labkit.report import facts
 
 CASE = {"batch": 8, "precision": "bf16", **report.LONG}
 
@@ -55,11 +54,3 @@ def test_kept_bytes_are_those_of_what_ran():
     rows = [call(impl, saved_bytes=1.0, num_replacements=number) for impl, number in ran]
     forms = [accounting.attention_saved_bytes(kind, 8, 16384, 64, 2) for kind in ran.values()]
     assert report.counted(pd.DataFrame(rows))["predicted_bytes"].tolist() == forms
-
-
-def test_published_times_stand_beside_timed_passes_of_their_case():
-    rows = [call(precision="fp32"), call("compiled", "backward", 0.1, precision="fp32")]
-    beside = report.published_times(pd.DataFrame([*rows, call("compiled", precision="tf32")]))
-    fact = facts.above_ours(beside)
-    assert (fact["total"].value, fact["above"].value) == (2, 2)
-    assert (beside["ratio"] == beside["published_ms"] / 8).all()

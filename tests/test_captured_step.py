@@ -126,8 +126,6 @@ def test_a_step_is_profiled_and_its_capture_kept(tmp_path):
     asked = ["profile", "nano", *options, "--output", str(path.with_suffix(""))]
     result = CliRunner().invoke(cli.app, asked)
     assert result.exit_code == 0 and profiling.read_chrome_trace(path).source == "kineto cpu"
-    program = "python -m labkit.experiments.captured_step nano 8 fp32 eager inference\n"
-    assert "By hand: nsys profile --trace=cuda" in result.output and program in result.output
     assert CliRunner().invoke(cli.app, [*asked, "--phase", "all"]).exit_code == 2
     unwritable = CliRunner().invoke(cli.app, [*asked, "--output", "/proc/x/y"])
     assert isinstance(unwritable.exception, RequestError)

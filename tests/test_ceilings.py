@@ -5,15 +5,16 @@ to back.
 from dataclasses import replace
 from functools import partial
 
+import chapters
 import pytest
 import torch
 from chapters import in_section, on_a_cpu
-from test_benchmarking import Clock, exactly, measure
 
 from labkit.experiments import benchmarking, ceilings, sections
 from labkit.experiments.benchmarking import cases, run_case
-from labkit.experiments.sweep import Case, Skip
-from labkit.measure.host import PROBES
+from labkit.experiments.sweep import Case
+
+measure = partial(chapters.measure, run_case)
 
 
 @pytest.fixture(autouse=True)
@@ -47,35 +48,14 @@ def test_a_ceiling_is_a_rate_in_bursts_and_sustained(small_ceilings):
         assert (found.case, found.observed) == (case.parameters, observed)
         burst = work / (found.metrics["median_ms"] * 1e-3)
         sustained = work / (found.metrics["sustained_ms"] * 1e-3)
-        assert found.metrics[unit] == exactly(burst)
+        assert found.metrics[unit] == pytest.approx(burst)
         assert (found.metrics["datasheet"], found.metrics["datasheet_fraction"]) == (None, None)
         kind, precision = case.parameters["kind"], case.parameters["precision"]
         name = "copy" if kind == "copy" else f"gemm {precision}"
         rates = {name: burst, f"sustained {name}": sustained}
-        assert benchmarking.ceiling_rates(case, found) == exactly(rates)
+        assert benchmarking.ceiling_rates(case, found) == pytest.approx(rates)
         assert found.telemetry["sustained"]["no_energy"] == "no energy counter is read on cpu"
         assert not {"joules", "watts", "tflop_per_joule", "sm_clock_mhz"} & found.metrics.keys()
-
-
-def test_every_method_of_the_timer_gives_the_rate_of_a_known_kernel(small_ceilings):
-    for phase, found in measure(TIMER).items():
-        observed, unit, work = OF_COPY
-        assert (found.case, found.observed) == (TIMER.parameters, observed)
-        assert found.metrics[unit] == exactly(work / (found.metrics["median_ms"] * 1e-3))
-        assert found.timer["method"] == phase
-
-
-def test_the_host_is_measured_probe_by_probe_and_what_it_lacks_is_skipped():
-    for phase, run in run_case(Case("host", {}, PROBES, 60.0), {}):
-        if phase == "triton_launch":
-            with pytest.raises(Skip, match="Triton launches on CUDA only; this is cpu"):
-                run()
-        else:
-            result = run()
-            assert result.case == {} and result.timer["method"] == "host"
-            assert (
-                0 < result.metrics["median_ms"] < 10 and result.metrics["half_width_fraction"] >= 0
-            )
 
 
 def test_the_label_of_a_product_is_read_back_from_its_operands(small_ceilings, monkeypatch):
@@ -83,15 +63,6 @@ def test_the_label_of_a_product_is_read_back_from_its_operands(small_ceilings, m
     monkeypatch.setattr(torch, "randn", lambda *shape, dtype, **rest: float32(*shape, **rest))
     case = Case("ceilings", {"kind": "gemm", "precision": "bf16"}, ("rate",), 60.0)
     assert measure(case)["rate"].case == {"kind": "gemm", "precision": "fp32"}
-
-
-def test_the_independent_time_is_of_one_call(small_ceilings, monkeypatch):
-    """Thirty calls of a second each, after one that is not timed, take a second a call."""
-    clock = Clock(monkeypatch, benchmarking)
-    monkeypatch.setattr(torch, "neg", clock.wrap("kernel", torch.neg))
-    result = measure(replace(TIMER, phases=("independent",)))["independent"]
-    assert result.metrics["median_ms"] == result.metrics["min_ms"] == 1e3
-    assert clock.now == 5 * 31
 
 
 @pytest.mark.parametrize("method", ["host", "independent"])

@@ -125,12 +125,26 @@ def test_a_page_has_findings_a_figure_and_every_row(sides):
     assert compare.figure(comparison, "02_nsys_analysis") is None
 
 
-def test_a_report_lists_the_other_devices(tmp_path, sides):
+def test_a_report_lists_the_other_devices_of_its_kind(tmp_path, sides):
+    written(tmp_path, "cpu-c", [record("cpu-c", 128, 1000.0)])
+    damaged = tmp_path / "d" / "records" / f"{NOTEBOOK}.jsonl"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{}\n")
     text = compare.others(sides[0].chapters, tmp_path)
-    assert "| b |" in text and "`labkit compare a b`" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| b |")]
-    assert [cell.strip() for cell in row.split("|")][2:6] == ["4", "–", "–", "1.50×"]
+    head, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert head == "| device | rows in common | device times |"
+    assert rows == ["| b | 4 | 1.50× |"] and "`labkit compare a b`" in text
     assert compare.others(sides[0].chapters, tmp_path / "a") == ""
+
+
+def test_a_device_measured_twice_has_two_names(tmp_path):
+    sides = [
+        written(tmp_path / root, "a", [record("a", 128, time)])
+        for root, time in (("first", 10.0), ("again", 5.0))
+    ]
+    comparison = compare.Comparison(*sides)
+    assert (comparison.base.name, comparison.other.name) == ("a", "a in again")
+    assert "a in again is 2.00× as fast" in compare.page(comparison, {})
 
 
 def test_what_cannot_be_compared_is_one_line(tmp_path):

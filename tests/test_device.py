@@ -3,7 +3,6 @@ is recorded.
 """
 
 import functools
-import getpass
 import json
 import os
 import platform
@@ -27,18 +26,6 @@ from labkit.records import source_state
 SOME_CPU = Device("cpu", "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763")
 
 
-@pytest.mark.parametrize(
-    ("name", "slug"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb"),
-        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "intel-xeon-platinum-8481c"),
-        ("AMD EPYC 7763 64-Core Processor", "amd-epyc-7763"),
-    ],
-)
-def test_slugs(name, slug):
-    assert slugify(name) == slug
-
-
 def test_the_detected_device_is_the_one_torch_has_and_torch_is_not_imported_for_a_cpu():
     device = detect()
     if torch.cuda.is_available():
@@ -60,8 +47,6 @@ def test_the_detected_device_is_the_one_torch_has_and_torch_is_not_imported_for_
         ("NVIDIA H200 NVL", 4800, 835.5),
         ("NVIDIA H200", 4800, 989.4),
         ("NVIDIA A100-SXM4-40GB", 1555, 312.0),
-        ("NVIDIA GeForce RTX 3090 Ti", 1008, 80.0),
-        ("NVIDIA GeForce RTX 5070 Ti", 896, 87.9),
         ("Tesla T4", 320, None),
     ],
 )
@@ -79,9 +64,7 @@ def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops):
         # Names that contain another product's.
         "NVIDIA RTX A1000",
         "NVIDIA GeForce RTX 4080 SUPER",
-        "NVIDIA GeForce RTX 3080 Ti",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     ],
 )
@@ -117,9 +100,7 @@ def test_the_environment_says_what_a_reader_needs_and_nothing_private(
     """Every way to the host's, the user's and the environment's names gives a canary."""
     for holder, name in (
         (socket, "gethostname"),
-        (socket, "getfqdn"),
         (platform, "node"),
-        (getpass, "getuser"),
         (os, "getlogin"),
     ):
         monkeypatch.setattr(holder, name, lambda *_: CANARY)
@@ -141,14 +122,6 @@ def test_the_environment_says_what_a_reader_needs_and_nothing_private(
     assert set(record["source"]) == {"commit", "dirty"}
     assert record["cpu"]["num_torch_threads"] == torch.get_num_threads()
     assert record["datasheet"] is None and "gpu" not in record
-
-
-def test_the_commit_can_be_given_where_the_history_is_not_at_hand(fresh_source_state, monkeypatch):
-    monkeypatch.setenv("LABKIT_COMMIT", "0123abc")
-    assert source_state() == {"commit": "0123abc", "dirty": False}
-    monkeypatch.setenv("LABKIT_DIRTY", "1")
-    source_state.cache_clear()
-    assert source_state() == {"commit": "0123abc", "dirty": True}
 
 
 UNKNOWN = {"commit": "unknown", "dirty": None}
@@ -197,7 +170,6 @@ def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
     rows = {row.name: row for row in checks(lambda: "it does not start")}
     assert [name for name, row in rows.items() if row.present] == ["torch", "device"]
     assert all(row.detail and (row.disables or row.present) for row in rows.values())
-    assert rows["no CPU quota"].detail == "1.5 cores by its control group"
     assert rows["nsys"].detail == "it does not start"
     # What is still possible is said too, so that a laptop's owner knows to go on.
     assert "smoke" in rows["GPU"].disables and "gloo" in rows["GPU"].disables

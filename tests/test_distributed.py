@@ -8,30 +8,11 @@ from chapters import CPU, H200
 
 from labkit import device
 from labkit.experiments import distributed
-from labkit.experiments.sweep import Case, Skip
+from labkit.experiments.sweep import Case
 from labkit.parallel.launch import RankError
 from labkit.records import folder_of
 
 STEP = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "batch": 2}
-
-
-def test_cases_run_what_the_machine_has_places_for(monkeypatch):
-    monkeypatch.setattr(distributed, "num_usable_cores", lambda: 1)
-    asked = [case.parameters["world_size"] for case in distributed.cases("smoke", "cpu")]
-    assert asked == [2, 2]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    full = distributed.cases("full", "cuda", sizes=["2.7b"])
-    sizes = {case.parameters.get("world_size") for case in full if case.section != "ceilings"}
-    assert sizes == {2, 4}
-    # Four sequences of each rank, and four of all together.
-    assert {case.parameters["batch"] for case in full if case.section == "steps"} == {4, 1}
-
-
-def test_more_ranks_than_gpus_are_skipped(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    case = next(one for one in distributed.cases("full", "cuda") if one.section == "collectives")
-    with pytest.raises(Skip, match="2 ranks need 2 GPUs; there are 1"):
-        list(distributed._run_collectives(H200, case, {}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from labkit.report import facts, verdicts
 from labkit.report.chapter import Chapter
 from labkit.report.facts import Fact, Quantity, compare, compare_all, compare_rows, measured
 from labkit.report.facts import sentence as said
-from labkit.report.frame import by_way, cell, only
+from labkit.report.frame import cell, only
 from labkit.report.text import span
 
 BASE = {"precision": "fp32"}
@@ -183,21 +183,5 @@ def test_growth_fits_share_agreement_and_published_values():
     forms = pd.DataFrame({"is": [100.0, 100.0], "told": [102.0, 80.0], "phase": ["x", "y"]})
     agreement = facts.agreement(forms, "is", "told", 0.03, ["phase"])
     assert (str(agreement), str(agreement["worst"]), agreement["case"]) == ("1 of 2", "-20 %", "y")
-    theirs = pd.DataFrame({"size": "2.7b", "gpu": ["a", "b"], "published_ms": [5.0, 20.0]})
-    beside = facts.beside(theirs, pd.DataFrame([row()]), ["size"])
-    assert beside["ratio"].tolist() == [0.5, 2.0]
-    fact = facts.above_ours(beside)
-    assert (fact["total"].value, fact["above"].value) == (2, 1)
+    theirs = pd.DataFrame({"size": ["2.7b"], "published_ms": [20.0]})
     assert facts.above_ours(facts.beside(theirs, pd.DataFrame(), ["size"])).missing
-
-
-def test_ways_make_columns_and_a_way_of_several_rows_is_refused():
-    rows = pd.DataFrame([row(), row("bf16", 5.0), row("bf16", 6.0, size="small")])
-    table = by_way(rows, "size", {"fp32": BASE, "bf16": OTHER})
-    assert table.to_dict("list") == {
-        "size": ["small (129 M)", "2.7b (3.4 B)"],
-        "fp32": ["–", "10.0"],
-        "bf16": ["6.00", "5.00"],
-    }
-    with pytest.raises(ValueError, match="'all' names 2 rows"):
-        by_way(rows, "size", {"all": {}})

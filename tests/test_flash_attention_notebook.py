@@ -2,15 +2,10 @@
 hand-made rows.
 """
 
-import dataclasses
-
 import pandas as pd
 import pytest
-from chapters import in_section, recorded, run_smoke
+from chapters import execute_smoke, recorded
 
-from labkit.configs import LEADERBOARD, MATERIALISING
-from labkit.experiments.flash_attention import cases
-from labkit.report import facts
 from labkit.report import flash_attention as report
 
 SHAPE = {"batch": 1, "heads": 1, "length": 65536, "d_head": 64, "causal": True}
@@ -45,29 +40,10 @@ def test_ours_in_memory_is_what_auto_ran_at_the_next_shorter_length():
     assert list(ours["length"]) == [1024, 4096] and list(ours["ran"]) == ["triton", "gluon"]
 
 
-def test_published_times_stand_beside_the_same_case():
-    rows = [row("gluon forward", 1.0, ours=True), row("compiled forward", 1e6)]
-    beside = report.published_times(pd.DataFrame(rows))
-    fact = facts.above_ours(beside)
-    assert (fact["total"].value, fact["above"].value) == (2, 1)
-    assert beside.set_index("phase")["ratio"]["ours forward"] == pytest.approx(6.297)
-
-
-def test_the_grid_has_every_length_and_times_alone_what_materialises_the_scores():
-    found = cases("full", "cuda")
-    speed = in_section(found, "speed")
-    assert {case.parameters["length"] for case in speed} == {2**n for n in range(7, 17)}
-    assert {case.parameters["d_head"] for case in speed} == {16, 32, 64, 72, 128}
-    for case in speed:
-        impls = {phase.split(" ")[0] for phase in case.phases}
-        assert (impls <= set(MATERIALISING)) == (case.parameters["timed"] != "in turn")
-    rivals = [case.parameters for case in in_section(found, "rivals")]
-    assert dataclasses.asdict(LEADERBOARD) | {"precision": "bf16"} in rivals
-
-
 @pytest.mark.slow
 def test_the_smoke_profile_runs_through(tmp_path):
-    folder = run_smoke("06_flash_attention", tmp_path, "lengths=128", "d_heads=16")
+    narrowed = {"lengths": [128], "d_heads": [16]}
+    folder, _ = execute_smoke("06_flash_attention", tmp_path, **narrowed)
     records = recorded("06_flash_attention", folder)
     assert {record.status for record in records} == {"ok", "skipped"}
     speed = [one for one in records if one.section == "speed" and one.status == "ok"]

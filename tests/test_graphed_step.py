@@ -2,29 +2,16 @@
 
 import pytest
 import torch
-from chapters import CPU, in_section, on_a_cpu
+from chapters import CPU, on_a_cpu
 
 from labkit.device import detect
-from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.step import Step, capture_step, compared, step_parameters, trained
-from labkit.experiments.sweep import Skip
 from labkit.measure.timing import captured_once
 
 
 @pytest.fixture(autouse=True)
 def this_device_is_a_cpu(monkeypatch, request):
     yield from on_a_cpu(monkeypatch, is_detected="gpu" not in request.keywords)
-
-
-def test_on_a_cpu_the_step_is_called_and_its_graph_skipped_with_the_reason():
-    case = in_section(cases("smoke", "cpu"), "execution")[0]
-    phases = run_case(case, {})
-    assert next(phases)[1]().case == case.parameters
-    phase, graphed = next(phases)
-    with pytest.raises(Skip, match=f"^{CPU.name} has no CUDA graphs$"):
-        graphed()
-    assert phase == "graph_step"
-    phases.close()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])

@@ -6,9 +6,8 @@ import types
 
 import pytest
 
-from labkit.experiments import sections
 from labkit.measure import host, timing
-from labkit.measure.host import NUM_CALLS, PROBES, probe, unavailable
+from labkit.measure.host import NUM_CALLS, PROBES, probe
 
 
 def test_a_probe_is_the_time_of_one_call():
@@ -35,29 +34,6 @@ def test_a_sample_is_many_calls_and_the_device_is_waited_for_outside_of_it(monke
     timed = probe("operator", "cuda")
     assert timed.median_ms == pytest.approx(2e-3) and clock.waits == timed.n + timed.num_warmup
     assert clock.now_s == pytest.approx(clock.waits * (1 + NUM_CALLS * 2e-6))
-    clock.waits = 0
-    monkeypatch.setattr(host, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
-    assert host.operator_us("cuda") == pytest.approx(2.0) and clock.waits == 5
-
-
-@pytest.mark.parametrize(
-    ("method", "kind", "expected"),
-    [("window", "cuda", 7.5), ("graph", "cuda", None), ("host", "cpu", None)],
-)
-def test_a_call_of_a_gpu_is_recorded_with_what_an_operator_took_beside_it(
-    method, kind, expected, monkeypatch
-):
-    monkeypatch.setattr(host, "operator_us", lambda device_kind: 7.5)
-    device = types.SimpleNamespace(kind=kind)
-    timed = sections.timed(device, lambda: timing.Timing((1.0,), method, 0, "fixed count"))
-    assert timed.measured({}, {}).metrics.get("operator_us") == expected
-
-
-def test_what_cannot_be_taken_says_why(monkeypatch):
-    assert unavailable("triton_launch", "cpu") == "Triton launches on CUDA only; this is cpu"
-    assert unavailable("triton_launch", "cuda") is None and unavailable("operator", "cpu") is None
-    monkeypatch.setattr(host, "triton", None)
-    assert unavailable("triton_launch", "cuda") == "Triton is not installed"
 
 
 @pytest.mark.gpu

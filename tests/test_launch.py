@@ -3,8 +3,6 @@ that is blamed.
 """
 
 import os
-import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -78,15 +76,6 @@ def test_ranks_listen_on_the_loopback_interface_alone(left, tmp_path):
 
 
 @on_linux
-def test_a_call_that_is_killed_leaves_nothing(left):
-    code = "import launch_ranks; launch_ranks.kill_calls((0.0, 0.02, 0.05, 0.2, 0.8, 1.6))"
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)
-    assert is_true_within(10, lambda: not left()), left()
-
-
-@on_linux
 def test_ranks_return_what_they_have_and_no_process_that_they_start_outlives_the_call(left):
     pids = launch(launch_ranks.start_child, 2, device="cpu")
     assert len({*pids[0], *pids[1]}) == 4 and not left()
@@ -107,7 +96,6 @@ def test_ranks_return_what_they_have_and_no_process_that_they_start_outlives_the
         ("end", ("exit",), 1, r"rank 1 of 2 failed first \(exit status 0, before it was done\)"),
         ("end", (9,), 1, r"rank 1 of 2 failed first \(killed by signal 9, Killed\)"),
         ("end", (19,), 0, r"first \(exit status 1; rank 1 was stopped\)(\n.*)*was at:"),
-        ("unknown_class", (), 0, r"rank 0 returned cannot be read here\nModuleNotFoundError: .*on"),
         ("kill_guard", (), None, "process that guards the ranks was ended or stopped"),
     ],
 )
@@ -127,21 +115,9 @@ def test_a_deadline_ends_ranks_that_never_communicate(left, monkeypatch):
     assert caught.value.summary.endswith("Timeout (0:00:06)!") and not left()
 
 
-def test_what_goes_wrong_before_the_function_begins_is_said(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("labkit.parallel.launch.GRACE_S", 6)
-    message = r"rank 0 of 2 failed first \(no end in 0\.1 s\)(\n.*)*torch\.py"
-    with pytest.raises(RankError, match=message) as caught:
-        launch(launch_ranks.wait_for, 2, "/nowhere", device="cpu", timeout_s=0.1)
-    assert caught.value.finished == [[], []]
-
-
 @pytest.mark.parametrize(
     ("function", "nproc", "options", "message"),
     [
-        (launch_ranks.end, 0, {}, "0 ranks on 'cpu'; accepted: 1 and more on cpu"),
-        (launch_ranks.end, 2, {"device": "tpu"}, "2 ranks on 'tpu'; accepted: "),
         (launch_ranks.end, 999, {"device": "cuda"}, "999 ranks on 'cuda'; .* up to . on cuda"),
         (lambda: None, 2, {}, "cannot start"),
     ],
@@ -153,17 +129,7 @@ def test_what_cannot_start_is_refused(function, nproc, options, message):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-@pytest.mark.parametrize(
-    ("how", "rank", "message"),
-    [
-        ("hang", 0, r"ALLREDUCE, NumelIn=4,.*timing out"),
-        # A rank that needs no more elements than it has been sent goes on; the other waits for the
-        # rest of its own.
-        ("shape", 1, r"ALLREDUCE, NumelIn=1004,.*timing out"),
-    ],
-)
-def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(left, how, rank, message):
-    with pytest.raises(RankError) as caught:
-        launch(launch_ranks.end, 2, how, device="cuda", timeout_s=60, collective_timeout_s=6)
-    assert caught.value.rank == rank and re.search(message, caught.value.summary)
-    assert not left()
+def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(left):
+    with pytest.raises(RankError, match=r"ALLREDUCE, NumelIn=4,.*timing out") as caught:
+        launch(launch_ranks.end, 2, "hang", device="cuda", timeout_s=60, collective_timeout_s=6)
+    assert caught.value.rank == 0 and not left()

@@ -2,7 +2,6 @@
 files.
 """
 
-import math
 import os
 import pickle
 import random
@@ -14,7 +13,7 @@ from chapters import CPU
 from torch import nn
 
 from labkit import accounting
-from labkit.configs import FIGURES, MEMORY, ModelConfig, model_config
+from labkit.configs import FIGURES, ModelConfig, model_config
 from labkit.experiments import memory as experiment
 from labkit.experiments import step as steps
 from labkit.measure.memory import (
@@ -27,9 +26,7 @@ from labkit.measure.memory import (
     pair_events,
     read_history,
     residuals,
-    saved_bytes,
 )
-from labkit.models.transformer import RMSNorm
 from labkit.records import RecordStore, newest
 
 MIB = 2**20
@@ -54,20 +51,7 @@ def test_a_history_adds_up_and_its_phases_lie_between_marks():
     assert history.totals().tolist() == [1000, 1100, 1150, 1050, 1080]
     assert (history.peak_bytes, history.peak_position) == (1150, 1)
     assert [a.num_bytes for a in history.allocations if a.is_alive(1)] == [1000, 100, 50]
-    assert Allocation(10, 100, 0, 2, "a") in history.allocations
     assert history.phases() == [("one", 1, 3), ("two", 3, 4)]
-
-
-@pytest.mark.parametrize(
-    ("events", "message"),
-    [
-        ([(1, 8, ""), (1, 8, "")], "event 1 allocates 8 bytes at 0x1, where 8 are in use"),
-        ([(1, -8, "")], "event 0 frees 8 bytes at 0x1, where 0 are in use"),
-    ],
-)
-def test_events_that_contradict_one_another_are_refused(events, message):
-    with pytest.raises(SnapshotError, match=message):
-        pair_events(events, {})
 
 
 def test_a_thinned_series_keeps_the_peak_and_adds_up():
@@ -79,21 +63,6 @@ def test_a_thinned_series_keeps_the_peak_and_adds_up():
     sums = [even + odd for even, odd in zip(series["even"], series["odd"], strict=True)]
     assert len(kept) <= 50 and max(sums) == history.peak_bytes
     assert sums == history.totals()[kept].tolist()
-
-
-def test_usage_is_the_peak_and_what_stays():
-    def work():
-        scratch = torch.empty(1000, dtype=torch.uint8)
-        kept = torch.empty(300, dtype=torch.uint8)
-        del scratch
-        return [kept, torch.empty(100, dtype=torch.uint8)]
-
-    usage = measure_usage(work, "cpu")
-    assert (usage.peak_bytes, usage.kept_bytes) == (1300, 400)
-    freed = measure_usage(usage.result.clear, "cpu")
-    assert (freed.peak_bytes, freed.kept_bytes) == (0, -400)
-    with pytest.raises(ValueError, match="device 'abacus' cannot be recorded; accepted: cuda, cpu"):
-        measure_usage(work, "abacus")
 
 
 class Small(nn.Module):
@@ -134,19 +103,6 @@ def test_what_a_step_allocates_lies_in_its_phase():
 @pytest.mark.gpu
 def test_on_cuda_the_history_peaks_where_the_allocator_does():
     check_a_small_step("cuda")
-    generator = random.Random(0)
-    held = []
-    with Recorder("cuda") as recorder:
-        for _ in range(300):
-            if held and generator.random() < 0.5:
-                held.pop(generator.randrange(len(held)))
-            else:
-                size = generator.choice((100, 10**5, 2 * 10**6, 3 * 10**7))
-                size += generator.randint(0, 10**4)
-                held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-    assert recorder.history.peak_bytes == recorder.history.reported_peak_bytes
-    requested_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    assert recorder.history.totals()[-1] == requested_bytes
     usage = measure_usage(lambda: torch.empty(1000, dtype=torch.uint8, device="cuda"), "cuda")
     assert usage.kept_bytes == 1024
 
@@ -166,14 +122,6 @@ def test_a_snapshot_that_pytorch_dumps_is_read(tmp_path):
 
 
 def test_residuals_know_their_operator_and_their_module():
-    norm, x = RMSNorm(8), torch.randn(2, 3, 8, requires_grad=True)
-    kept, _ = residuals(lambda: norm(x), norm, list(norm.parameters()), is_compiled=False)
-    assert [residual.operator for residual in kept] == ["pow", "rsqrt", "mul", "mul", "mul", "mul"]
-    assert sum(residual.is_new for residual in kept) == 4
-    assert sum(residual.is_resident for residual in kept) == 1
-    # The input, its normalised value, one number a token.
-    assert saved_bytes(kept) == 4 * (2 * 48 + 6)
-
     model, x = Small(), torch.randn(16, 32, requires_grad=True)
     kept, out = residuals(lambda: model(x), model, list(model.parameters()), is_compiled=False)
     assert [(r.operator, r.module, r.is_resident) for r in kept] == [
@@ -201,18 +149,10 @@ def workload(monkeypatch):
     """Returns a function that makes a workload of a shape."""
     monkeypatch.setattr(steps, "model_config", lambda name: SHAPES[name][0])
 
-    def make(shape, precision="fp32", attention="eager", plan="none"):
+    def make(shape, plan="none"):
         _, batch, context = SHAPES[shape]
-        parameters = {
-            "size": shape,
-            "context": context,
-            "batch": batch,
-            "precision": precision,
-            "compile": "none",
-            "attention": attention,
-            "plan": plan,
-        }
-        return steps.Step(CPU, parameters)
+        parameters = steps.step_parameters(shape, context, "fp32")
+        return steps.Step(CPU, parameters | {"batch": batch, "plan": plan})
 
     return make
 
@@ -227,30 +167,11 @@ def peak_bytes(workload, phase: str) -> int:
 
 
 @pytest.mark.parametrize("phase", ["inference", "forward", "train_step"])
-@pytest.mark.parametrize(
-    ("shape", "precision", "device_kind"),
-    # bf16 where the scores weigh most: a CPU without bf16 of its own has scratch space in large
-    # products.
-    [
-        ("scores", "fp32", "cpu"),
-        ("feed-forward", "fp32", "cpu"),
-        ("logits", "fp32", "cpu"),
-        ("scores", "bf16", "cuda"),
-    ],
-)
-def test_peaks_are_predicted_to_the_byte(
-    workload, monkeypatch, shape, precision, device_kind, phase
-):
-    if device_kind == "cuda":  # where autocast computes softmax in fp32
-        softmax = torch.softmax
-        monkeypatch.setattr(torch, "softmax", lambda x, dim: softmax(x.float(), dim=dim))
-    config, batch, context = SHAPES[shape]
-    known = {"precision": precision, "attention": "eager", "device_kind": device_kind}
-    predicted = max(accounting.peak_moments(config, batch, context, phase, **known).values())
-    measured = peak_bytes(workload(shape, precision), phase)
-    if (phase, device_kind) == ("train_step", "cuda"):
-        measured += 4 * batch * config.num_heads * context**2  # one matrix of scores more
-    assert 0 <= measured - predicted < SCALARS
+@pytest.mark.parametrize("shape", ["scores", "feed-forward", "logits"])
+def test_peaks_are_predicted_to_the_byte(workload, shape, phase):
+    known = {"precision": "fp32", "attention": "eager", "device_kind": "cpu"}
+    predicted = max(accounting.peak_moments(*SHAPES[shape], phase, **known).values())
+    assert 0 <= peak_bytes(workload(shape), phase) - predicted < SCALARS
 
 
 def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
@@ -305,22 +226,13 @@ def test_a_gradient_that_recomputing_changes_gives_no_time(workload, monkeypatch
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0", "unknown plan '0'"),
         ("2/4", "unknown plan '2/4'"),
-        ("all", "unknown plan 'all'; accepted: 'none'"),
         ("9", "plan '9' groups 9 blocks; the model has 8"),
     ],
 )
 def test_a_plan_that_is_none_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         accounting.checkpoint_plan(text, 8)
-
-
-def test_every_plan_of_the_grids_can_be_run():
-    for grid in MEMORY.values():
-        for plans in grid.checkpoint_plans.values():
-            for plan in plans:
-                accounting.checkpoint_plan(plan, model_config(grid.checkpointed[0]).num_layers)
 
 
 class Payload:
@@ -331,25 +243,15 @@ class Payload:
         return self.call
 
 
-def hostile(path: str) -> dict[str, bytes]:
-    """Returns pickles that would make the folder `path`, by every way that a pickle has of naming
-    code.
-    """
-    name = path.encode()
-    text = b"\x8c" + bytes([len(name)]) + name
-    payload = Payload(os.mkdir, path)
-    return {
+def test_nothing_in_a_hostile_file_runs(tmp_path):
+    canary, path = tmp_path / "canary", tmp_path / "snapshot.pickle"
+    payload, name = Payload(os.mkdir, str(canary)), str(canary).encode()
+    contents = {
         "reduce": pickle.dumps(payload),
         "old global": b"cos\nmkdir\n(S'" + name + b"'\ntR.",
         "inst": b"(S'" + name + b"'\nios\nmkdir\n.",
-        "stack global": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + text + b"\x85R.",
         "deep": pickle.dumps({"segments": [{"blocks": [payload]}], "device_traces": []}),
     }
-
-
-def test_nothing_in_a_hostile_file_runs(tmp_path):
-    canary, path = tmp_path / "canary", tmp_path / "snapshot.pickle"
-    contents = hostile(str(canary))
     for name, content in contents.items():
         path.write_bytes(content)
         with pytest.raises(
@@ -361,11 +263,10 @@ def test_nothing_in_a_hostile_file_runs(tmp_path):
     assert canary.exists(), "the files are not hostile at all"
 
 
-def snapshot(*events, segments=(), num_devices=1) -> bytes:
-    """Returns a snapshot with these (action, address, bytes) of the first device."""
+def snapshot(*events, segments=()) -> bytes:
+    """Returns a snapshot with these (action, address, bytes)."""
     trace = [dict(zip(("action", "addr", "size"), event, strict=True)) for event in events]
-    traces = [trace] + [[]] * (num_devices - 1)
-    return pickle.dumps({"segments": [*segments], "device_traces": traces})
+    return pickle.dumps({"segments": [*segments], "device_traces": [trace]})
 
 
 @pytest.mark.parametrize(
@@ -375,7 +276,6 @@ def snapshot(*events, segments=(), num_devices=1) -> bytes:
         (b"hello", "not an allocator snapshot"),
         # What does not add up.
         (snapshot(("alloc", 1, 2**80)), "size is 12"),
-        (snapshot(("alloc", 1, math.nan)), "'float' object"),
         (snapshot(("alloc", 1, 2), ("alloc", 1, 2)), "where 2 are in use"),
         # Small files that claim much.
         (b"\x80\x05\x8e" + struct.pack("<Q", 2**60) + b"x.", "not an allocator snapshot"),
@@ -398,11 +298,3 @@ def test_what_was_in_use_before_a_trace_is_told_from_its_end(tmp_path):
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(snapshot(*trace, segments=segments))
     assert read_history(path).totals().tolist() == [1400, 1000, 1050, 1000]
-
-
-def test_without_a_trace_the_device_with_most_in_use_counts(tmp_path):
-    segments = [{"device": device, "address": 0, "blocks": [USED] * device} for device in (0, 2, 1)]
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(snapshot(segments=segments, num_devices=3))
-    history = read_history(path)
-    assert history.peak_bytes == 2000 and history.num_events == 0

@@ -135,13 +135,3 @@ def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(show):
     for records in (*left, by_section[:1], by_section[:34]):
         chapter, _ = show(records)
         page(chapter)
-
-
-@pytest.mark.usefixtures("not_drawn")
-def test_a_case_without_the_metric_of_its_table_is_left_out(show):
-    """What is measured in one phase only has no column for the others' metrics."""
-    num_phases = 5 if ALL_TESTS else 2
-    for phase in dict.fromkeys(
-        record["phase"] for record in show.records[:: max(1, len(show.records) // num_phases)]
-    ):
-        show([record if record["phase"] == phase else record | FAILED for record in show.records])

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,9 +17,9 @@ import nbformat
 import pytest
 
 from labkit import cli, notebooks
-from labkit.configs import FIGURES, REFERENCE_DEVICE, RequestError
+from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.device import detect
-from labkit.experiments import attention, captured_step, sweep
+from labkit.experiments import attention, sweep
 from labkit.lessons import open_chapter
 from labkit.records import Record, RecordStore, check, folder_of
 from labkit.report import render
@@ -42,7 +41,9 @@ def test_cells_are_thin_and_show_their_last_line(name):
     for cell in code_cells(name):
         tree = ast.parse(cell.source)
         definitions = ast.FunctionDef | ast.ClassDef | ast.Lambda
-        assert not any(isinstance(node, definitions) for node in ast.walk(tree)), cell.source
+        # A lesson may show a function as a reader would write it.
+        if "lesson" not in tags(cell):
+            assert not any(isinstance(node, definitions) for node in ast.walk(tree)), cell.source
         statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
         assert len(statements) <= 12, cell.source
         earlier = [ast.unparse(line) for line in tree.body[:-1] if isinstance(line, ast.Expr)]
@@ -81,7 +82,7 @@ def test_outputs_are_stored_and_none_is_an_error(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_committed_report_holds_what_the_notebook_shows(name):
-    report = (notebooks.NOTEBOOKS.parent / "report.md").read_text(encoding="utf-8")
+    report = (REPOSITORY / "report.md").read_text(encoding="utf-8")
     assert f"\n#{notebooks.read(name).cells[0].source.splitlines()[0]}\n" in report
     assert check(folder_of(FIGURES, REFERENCE_DEVICE, name))[name]
     for cell in code_cells(name):
@@ -125,8 +126,6 @@ def test_a_cell_that_fails_while_records_are_shown_is_an_error(written):
     [
         ({"device": "nvidia-h9000"}, f"which is '{HERE}'; to measure here, set device = \"this\""),
         ({"measure": False}, f"nothing has been measured on '{HERE}'"),
-        ({"measure": False, "device": "a" * 5000}, "; measured: none; to measure this machine"),
-        ({"measure": "false"}, "measure must be True or False, not 'false'"),
         ({"sizes": "nano,10b"}, "'10b' is not in profile 'smoke'; accepted: nano, micro; set"),
         ({"colour": "red"}, "unknown parameter 'colour' of 01_benchmarking; accepted: sizes, con"),
     ],
@@ -137,28 +136,6 @@ def test_what_a_chapter_cannot_do_is_one_short_line(tmp_path, changes, message):
         open_chapter("01_benchmarking", **arguments | changes)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
     assert not list(tmp_path.iterdir())
-
-
-def test_lists_are_taken_as_plain_papermill_hands_them_over():
-    texts = {"sizes": "nano,micro", "contexts": 32}
-    lists = {"sizes": ["nano", "micro"], "contexts": [32]}
-    narrowed = notebooks.narrowing("01_benchmarking", "smoke", texts)
-    assert narrowed == notebooks.narrowing("01_benchmarking", "smoke", lists) == lists
-    assert notebooks.narrowing("01_benchmarking", "smoke", {"sizes": "[]", "contexts": []}) == {}
-
-
-REFUSED = "import sys; from labkit.configs import RequestError; raise RequestError(sys.executable)"
-
-
-def test_a_kernel_is_this_python_and_a_refusal_one_line(written, tmp_path, monkeypatch):
-    """Whatever a kernel spec of the same name says."""
-    spec = {"argv": ["/bin/false"], "display_name": "Python 3", "language": "python"}
-    (tmp_path / "kernels" / "python3").mkdir(parents=True)
-    (tmp_path / "kernels" / "python3" / "kernel.json").write_text(json.dumps(spec))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    with pytest.raises(notebooks.NotebookError, match=f": {re.escape(sys.executable)}$") as raised:
-        notebooks.execute(written(REFUSED), {})
-    assert raised.value.__cause__.traceback == [f"RequestError: {sys.executable}"]
 
 
 @pytest.mark.parametrize(
@@ -187,23 +164,17 @@ def ended(monkeypatch, capsys):
     return run
 
 
-NOT_MEASURED = "nothing has been measured on"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["run", "99"], "unknown notebook '99'; accepted: 01_benchmarking"),
-        (["run", "--profile", "half"], "unknown profile 'half'; accepted: auto, smoke, full, key"),
         (["run", "01", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
-        (["run", "01", "-p", "contexts="], "parameter 'contexts' has no value"),
-        (["run", "01", "-p", "sizes"], "parameter 'sizes' has no value"),
         (
             ["run", "-p", "device=x"],
             "unknown parameter 'device' of 01_benchmarking; accepted: sizes,",
         ),
-        (["report", "--device", "../abacus"], f"{NOT_MEASURED} '../abacus' in"),
-        (["compare", "--sessions", "--device", "a" * 5000], f"{NOT_MEASURED} '{'a' * 80}' in"),
+        (["report", "--device", "../abacus"], "nothing has been measured on '../abacus' in"),
+        (["compare", "--sessions", "a" * 5000], f"nothing has been measured on '{'a' * 80}' in"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_runs(arguments, message, tmp_path, ended):
@@ -221,13 +192,13 @@ def a_record(output, device: str) -> RecordStore:
     return store
 
 
-@pytest.mark.parametrize("command", [["report"], ["compare", "--sessions"]])
+@pytest.mark.parametrize("command", [["report", "--device"], ["compare", "--sessions"]])
 def test_a_path_to_records_elsewhere_is_no_device(command, tmp_path, ended):
     for output in ("outside", "figures"):
         a_record(tmp_path / output, "cpu-x")
     outside = tmp_path / "outside" / "cpu-x"
     for device in ("../outside/cpu-x", outside):
-        code, said = ended(*command, "--device", device, "--output", tmp_path / "figures")
+        code, said = ended(*command, device, "--output", tmp_path / "figures")
         assert code == 2 and said.endswith("measured: cpu-x\n") and len(said.splitlines()) == 1
     assert [path.name for path in outside.iterdir()] == ["records"]
 
@@ -242,16 +213,6 @@ def test_records_that_are_damaged_or_none_stop_the_report(tmp_path, ended):
     path.write_text("")
     code, said = ended(*report)
     assert code == 2 and said.endswith("abacus holds no record\n")
-
-
-@pytest.mark.parametrize("command", [["run"], ["report"], ["compare", "--sessions"]])
-def test_an_installation_without_notebooks_measures_nothing_and_says_so(
-    command, tmp_path, monkeypatch, ended
-):
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "site-packages" / "notebooks")
-    code, said = ended(*command, "--output", tmp_path if command == ["run"] else FIGURES)
-    assert code == 2 and "install a clone of labkit's repository by `pip install -e .`" in said
-    assert len(said.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -306,23 +267,6 @@ def test_output_that_cannot_be_written_is_refused(tmp_path, ended):
     assert code == 2 and f"cannot write to {tmp_path / 'file' / 'figures'}" in said
 
 
-def test_only_the_reference_devices_outputs_are_stored_in_the_notebooks(tmp_path, ended):
-    a_record(tmp_path, "abacus")
-    code, said = ended("report", "--device", "abacus", "-o", tmp_path, "--save-notebooks")
-    assert code == 2 and REFERENCE_DEVICE in said
-
-
-def test_what_is_printed_to_be_pasted_is_quoted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(captured_step, "keep_capture", lambda case, output: output)
-    output = tmp_path / "my cap; touch x"
-    cli.profile("small", 512, "bf16", "eager", "train_step", output)
-    _, by_hand, kernels, _ = (
-        line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()
-    )
-    assert f"--output={output}" in shlex.split(by_hand)
-    assert shlex.split(kernels)[-1] == f"{output}.nsys-rep"
-
-
 def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monkeypatch):
     asked = []
     monkeypatch.setattr(render, "rebuild", lambda _, **options: asked.append(options) or [])
@@ -335,12 +279,10 @@ def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monk
 COMMAND = ["run", "05", "--profile", "smoke", "-p", "lengths=128"]
 """The shortest run of the whole chain: no case of this length is compiled."""
 
-PROGRESS = r"^Measuring .*|^05_attention$|\w+: +\d+%\|[^\r\n\]]*\]|\w+: \d+ ok(, [12] skipped)?$"
+PROGRESS = r"^Measuring .*|^ *\d+%\|.{20}\| [\d:]+, [\d:?]+ left(, 05 .*)?$"
 # What a CUDA build of torch says on a machine without a GPU when it loads its compiler.
 PROGRESS += r"|^W.* No CUDA runtime is found, using CUDA_HOME=.*$"
-"""What a run in which nothing is wrong says on stderr: what it measures, bars, and a line for each
-section.
-"""
+"""What a run in which nothing is wrong says on stderr: what it measures, and the bar."""
 
 
 def labkit(*arguments) -> subprocess.Popen:
@@ -392,15 +334,3 @@ def test_a_run_writes_tables_figures_and_a_report_and_says_nothing_else(measured
     assert (folder / "05_attention.ipynb").exists()
     assert f"Report: {folder / 'report.md'}" in said and "ok" in said
     assert not re.sub(PROGRESS, "", errors, flags=re.MULTILINE).strip()
-
-
-@pytest.mark.slow
-def test_the_report_is_the_same_bytes_again_and_html_stands_alone(measured):
-    folder = measured[0]
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with labkit("report", "--device", folder.name, "-o", folder.parent, "--html") as process:
-        _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (0, "") and folder / "report.md" in before
-    assert {path: path.read_bytes() for path in before} == before
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r'(src|href)="(?!data:|#)', page)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from chapters import CPU, execute_smoke, finished, on_a_cpu
 
-from labkit.configs import NSYS_ANALYSIS
 from labkit.device import detect
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.captured_step import parameters_of
@@ -31,24 +30,6 @@ def this_device_is_a_cpu(request, monkeypatch):
 
 def parameters(context=16, precision="fp32", attention="eager") -> dict:
     return parameters_of("nano", str(context), precision, attention)
-
-
-def test_a_case_brings_those_after_it_of_its_size_and_context_alone():
-    planned = cases("full", "cuda", sizes=["small", "10b"], contexts=[512, 2048])
-    groups = {}
-    for one in planned:
-        shape = (one.section, one.parameters["size"], one.parameters["context"])
-        groups.setdefault(shape, []).append(one)
-    for group in groups.values():
-        words = [experiment.words_of(one.parameters, name) for one in group for name in one.phases]
-        for number, one in enumerate(group, start=1):
-            assert list(one.together) == words[2 * number :]
-
-
-def test_every_timeline_of_the_grid_is_one_of_its_cases():
-    for profile in ("smoke", "full"):
-        kept = [one for one in cases(profile, "cpu") if experiment.is_timeline(one.parameters)]
-        assert len(kept) == len(NSYS_ANALYSIS[profile].timelines)
 
 
 def test_a_case_is_captured_under_its_own_label():
@@ -139,9 +120,10 @@ def test_a_capture_without_the_steps_ranges_is_an_error():
 
 
 @pytest.mark.slow
-def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path):
+def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path, monkeypatch):
     """The notebook executed here in the smoke profile, with a canary in the environment."""
-    folder, executed = execute_smoke(NOTEBOOK, tmp_path, LABKIT_CANARY=CANARY)
+    monkeypatch.setenv("LABKIT_CANARY", CANARY)
+    folder, executed = execute_smoke(NOTEBOOK, tmp_path)
     records = finished(NOTEBOOK, folder)
     assert {record.status for record in records} == {"ok"}
     assert len(records) == 2 * len(cases("smoke", "cpu"))

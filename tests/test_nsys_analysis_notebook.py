@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 
 from labkit.report import nsys_analysis as report
-from labkit.report.facts import compare, measured
 
 CASE = {"size": "2.7b", "context": 512, "attention": "eager"}
 FP32 = {"precision": "fp32"}
@@ -72,14 +71,3 @@ def test_a_timeline_shows_every_phase_and_one_block_closer():
     assert [text.get_text() for text in whole.texts] == labels
     drawn = [axis.get_legend_handles_labels()[1] for axis in (whole, closer)]
     assert drawn == [["matmul", "softmax", "optimizer"], ["matmul", "softmax"]]
-
-
-def test_a_disturbed_capture_marks_every_number_made_of_it():
-    rows = [captured("bf16", "inference", disturbed=True), captured(phase="inference")]
-    attention = report.attention(pd.DataFrame(rows))
-    for fact in (
-        measured(attention, "softmax_gb_per_s", **CASE, **BF16),
-        compare(attention, FP32, BF16, value="total_ms", **CASE),
-    ):
-        assert fact.marked and "⚠" in str(fact)
-    assert not measured(attention, "softmax_gb_per_s", **CASE, **FP32).marked

@@ -94,15 +94,3 @@ def test_hostile_names_are_text(report):
     assert attributes <= {*harmless, "start", "tabindex"}
     for link in report.find_all("a"):
         assert link["href"].startswith(("#", "data:text/csv;base64,")), link
-
-
-@pytest.mark.parametrize(
-    ("heading", "expected"),
-    [
-        ("06 · FlashAttention", "06--flashattention"),
-        ("Who's first? (µs, 2³⁰ bytes)", "whos-first-µs-2-bytes"),
-        ("A `code_name` – so", "a-code_name--so"),
-    ],
-)
-def test_anchors_are_those_of_github(heading, expected):
-    assert page.anchor(heading) == expected

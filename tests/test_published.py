@@ -2,9 +2,6 @@
 through.
 """
 
-import re
-from importlib import resources
-
 import pandas as pd
 import pytest
 
@@ -30,24 +27,6 @@ def undisputed(raw) -> pd.DataFrame:
     )
     assert disputed.sum() == 19
     return raw[~disputed].reset_index(drop=True)
-
-
-def test_every_table_and_source_is_documented():
-    folder = resources.files("labkit") / "data" / "published"
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^\| (\w+)\.csv \| (\d+) \|", readme, flags=re.MULTILINE)
-    files = {entry.name for entry in folder.iterdir()}
-    assert files == {"README.md", *(f"{name}.csv" for name, _ in documented)}
-    for name, num_rows in documented:
-        table = published.load(name)
-        assert len(table) == int(num_rows), name
-        assert set(table["status"]) <= {"ok", "oom", "not_reported"}
-        assert all(f"`{source}`" in readme for source in set(table["source"]))
-
-
-def test_an_unknown_table_names_the_accepted_ones():
-    with pytest.raises(ValueError, match=r"'end_to_end.csv'; accepted: all_reduce, attention_"):
-        published.load("end_to_end.csv")
 
 
 def test_every_undisputed_row_is_read_with_its_own_labels(undisputed):

@@ -12,37 +12,6 @@ from labkit.experiments.rounding import measure_normalisation
 from labkit.experiments.sweep import Case, Measured, Skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("value", [0.01, 1.0, 15.5, 2.0**-14, 2.0**-20])
-def test_spacing_is_the_distance_to_the_next_number(dtype, value):
-    bits = {2: torch.int16, 4: torch.int32}[torch.finfo(dtype).bits // 8]
-    number = torch.tensor([value], dtype=dtype)
-    following = (number.view(bits) + 1).view(dtype)
-    assert numerics.spacing(float(number), dtype) == float(following.double() - number.double())
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: numerics.spacing(70000.0, torch.float16),
-            r"has no binade in torch\.float16; accepted: above 0, up to 65504",
-        ),
-        (
-            lambda: numerics.running_sums(torch.ones(()), 9, torch.bfloat16, "magic"),
-            "unknown method 'magic'; accepted: sequential, kahan, pairwise",
-        ),
-        (
-            lambda: numerics.normalise(torch.ones(1, 2), "batch_norm", 1e-3, torch.float64),
-            "unknown normalisation 'batch_norm'; accepted: layer_norm, rms_norm",
-        ),
-    ],
-)
-def test_what_does_not_exist_is_refused_by_name(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 @pytest.mark.parametrize("term", [0.01, 0.125])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_sum_stalls_where_half_the_spacing_reaches_the_term(term, dtype):

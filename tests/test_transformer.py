@@ -4,7 +4,6 @@ Shape suffixes as in labkit.models.transformer: B batch, T tokens, C d_model, H 
 dimension, V vocabulary.
 """
 
-import dataclasses
 import math
 
 import pytest
@@ -16,7 +15,6 @@ from labkit.models.transformer import (
     ATTENTION,
     MODEL_IMPLS,
     RMSNorm,
-    RotaryEmbedding,
     TransformerLM,
 )
 
@@ -208,32 +206,6 @@ def test_parameters_are_those_of_the_formulas_and_drawn_as_documented(impl):
             assert abs(parameter.std().item() / 0.02 - 1) <= bound, name
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        ({}, {"impl": "fast"}, "unknown impl 'fast'; accepted: eager, fused"),
-        ({}, {"attention": "flash"}, "unknown attention 'flash'; accepted: .*course"),
-        ({"num_heads": 16}, {}, "d_model 48 must be num_heads 16 times an even"),
-    ],
-)
-def test_a_bad_model_is_refused(change, options, message):
-    with pytest.raises(ValueError, match=message):
-        TransformerLM(dataclasses.replace(TINY, **change), max_context=8, **options)
-
-
-def test_a_context_longer_than_the_model_takes_is_refused():
-    with pytest.raises(ValueError, match="context 41 is longer than max_context 40"):
-        build()(draw_tokens(1, 41))
-
-
-def test_rope_turns_pairs_by_their_angle():
-    x_BHTD = randn(2, 3, 64, 16)
-    turned_BHTD = RotaryEmbedding(16, 70, 10_000.0)(x_BHTD)
-    # Only the tables are rounded, to fp32: each output sums two products with one table entry each.
-    bound = 2 * unit_roundoff(torch.float32) * x_BHTD.abs().max().item()
-    assert (turned_BHTD - rotate_reference(x_BHTD, 10_000.0)).abs().max() <= bound
-
-
 # At 1e-3 the mean square is below the epsilon, which then decides.
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
 def test_rms_norm_of_16_bits_is_its_formula_rounded_once(scale):
@@ -245,18 +217,6 @@ def test_rms_norm_of_16_bits_is_its_formula_rounded_once(scale):
     # then four more, and in bf16 a last one. Statistics in bf16 would be off by several.
     bound = (66 / 2 + 4) * unit_roundoff(torch.float32) + unit_roundoff(torch.bfloat16)
     assert norm(x).dtype == torch.bfloat16 and relative.max().item() <= bound
-
-
-@pytest.mark.parametrize("impl", MODEL_IMPLS)
-def test_a_model_made_on_the_meta_device_is_filled_by_a_state(impl):
-    """The tables of the rotation are in no state: they are made again."""
-    tokens = draw_tokens(2, 9)
-    whole, bare = build(impl=impl), TransformerLM(TINY, max_context=40, impl=impl, device="meta")
-    assert bare(tokens.to("meta")).shape == whole(tokens).shape
-    bare(tokens.to("meta"), tokens.to("meta")).backward()
-    filled = bare.to_empty(device="cpu")
-    filled.load_state_dict(whole.state_dict())
-    assert torch.equal(filled(tokens), whole(tokens))
 
 
 def test_tables_keep_their_values_when_a_model_is_moved_to_another_dtype():

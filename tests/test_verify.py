@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from labkit.configs import FIGURES, RequestError
-from labkit.report import verify
+from labkit.report import render, verify
 
 SENT = "cpu-intel-xeon-processor"
 CHAPTER = "03_mixed_precision"
@@ -50,3 +50,10 @@ def test_a_damaged_record_is_one_line_and_ends_the_check(folder):
 def test_a_folder_without_records_is_refused(tmp_path):
     with pytest.raises(RequestError, match="is no folder of a device"):
         verify.findings(tmp_path)
+
+
+def test_a_report_of_the_quick_profile_says_so(folder):
+    done = folder / "records" / f"{CHAPTER}.done.json"
+    done.write_text(done.read_text().replace('"smoke"', '"quick"'))
+    report, *_ = render.rebuild(SENT, output=folder.parent)
+    assert "of all chapters the quick profile is measured" in report.read_text()

@@ -105,7 +105,7 @@ def cases(
             model = step_parameters(size, context, precision, compile="regional")
             planned.append(Case("transformer", model, ("backward",), **limits, compiles=True))
     for precision in ("fp32", "bf16"):
-        for impl, length in itertools.product(grid.series[precision], grid.masked_lengths):
+        for impl, length in itertools.product(grid.series.get(precision, ()), grid.masked_lengths):
             if impl != "compiled" or length in grid.compiled_lengths:
                 add("masked", impl, precision, grid.long_d_head, length, causal=True)
     return planned

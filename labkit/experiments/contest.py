@@ -13,7 +13,7 @@ import contextlib
 import functools
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -172,6 +172,13 @@ class Operation:
         values = self.call(impl, "forward" if name == "forward" else "forward_backward")()
         return max(self.verdicts(name, values), key=lambda verdict: verdict.budget_fraction)
 
+    def rounds(self, num_rounds: int) -> Iterable:
+        """Returns what is advanced between the rounds of a timing."""
+        return range(num_rounds)
+
+    def confirm(self, phase: str, metrics: dict) -> None:
+        """Raises Refused for a time that cannot be trusted; here all can."""
+
 
 def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
@@ -290,6 +297,7 @@ def contest(
     def measure(phase: str, timed: Timed, metrics: dict) -> Measured:
         impl, name = phase.split(" ")
         metrics = operation.rates(name, timed.timing.median_ms, ceilings) | metrics
+        operation.confirm(phase, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
             call, flops = operation.call(impl, name), metrics["flops"]
@@ -353,7 +361,7 @@ def time_in_turn(
     max_rounds = MAX_RANKING_ROUNDS if case.is_ranking else MAX_ROUNDS
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * case.time_limit_s / round_ms)))
     with Monitor(kind) as monitor:
-        comparison = _compared(calls, baseline or impls[0], kind, num_rounds)
+        comparison = _compared(operation, calls, baseline or impls[0], num_rounds)
     times = {}
     for impl in impls:
         metrics = {}
@@ -373,13 +381,19 @@ def time_in_turn(
     return times
 
 
-def _compared(calls: dict[str, Callable], baseline: str, kind: str, num_rounds: int) -> Comparison:
+def _compared(
+    operation: Operation, calls: dict[str, Callable], baseline: str, num_rounds: int
+) -> Comparison:
     """Returns the comparison of calls on CUDA graphs; what none can hold stands beside the
     baseline, call by call.
     """
-    compared = functools.partial(
-        compare, baseline=baseline, device_kind=kind, num_warmup=1, num_rounds=num_rounds
-    )
+    kind = operation.device.kind
+
+    def compared(calls: dict[str, Callable], method: str) -> Comparison:
+        rounds = operation.rounds(num_rounds)
+        options = {"device_kind": kind, "method": method, "num_warmup": 1, "rounds": rounds}
+        return compare(calls, baseline=baseline, **options)
+
     if kind != "cuda":
         return compared(calls, method="host")
     try:

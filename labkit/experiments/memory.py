@@ -99,7 +99,8 @@ def cases(
         planned.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))
     for part, code in PARTS:
         parameters = {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}
-        planned.append(Case("block", parameters, ("saved",), limit))
+        block = Case("block", parameters, ("saved",), limit, compiles=code == "compiled")
+        planned.append(block)
     for attention, plans in grid.checkpoint_plans.items():
         for plan in plans:
             parameters = step_parameters(*grid.checkpointed, attention=attention)

@@ -5,14 +5,17 @@ One more implementation is one line, in any module that is imported before a ses
     operations.register("swiglu", "mine", my_swiglu)
 
 It then is in every case of that operation, held to the same gate and timed in turn with the others.
+So is what an installed package offers under the entry point "swiglu:mine" of ENTRY_POINTS.
 An operation is given by its tensors and its formula. Ideal bytes are those that must be read and
 written once; the ceiling is the session's copy, or its matrix product where products bound the
 operation.
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +47,8 @@ from labkit.kernels.weighted_sum import weighted_sum
 from labkit.models.transformer import RotaryEmbedding
 
 EPS, VOCABULARY, HEAD = 1e-6, 10_000, 64
+
+ENTRY_POINTS = "labkit.implementations"
 
 HIDDEN = 4304 / 1152
 """Of the MLP, over its width: that of SigLIP 2."""
@@ -379,6 +384,7 @@ IMPLEMENTATIONS["weighted_sum"] = {
     "triton": Implementation(weighted_sum, triton_unavailable),
 }
 IMPLEMENTATIONS["attention"] = {impl: _attention(impl) for impl in IMPLS}
+IMPLEMENTATIONS["attention"]["ours"] = _attention("auto")
 """By operation and name; `register` adds to them."""
 
 # On a copy of the logits, as Liger's is run: both overwrite them by their gradient.
@@ -387,3 +393,19 @@ register(
     "ours_in_place",
     lambda logits, targets: cross_entropy(logits.clone(), targets, inplace=True),
 )
+
+
+def _register_installed() -> None:
+    """Registers what installed packages offer; each is loaded when it is first called, in a
+    worker.
+    """
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        operation, _, name = entry.name.partition(":")
+        load = functools.cache(entry.load)
+        try:
+            register(operation, name, lambda *x, load=load, **options: load()(*x, **options))
+        except ValueError as error:
+            print(f"labkit: entry point {entry.name!r}: {error}", file=sys.stderr)
+
+
+_register_installed()

@@ -145,6 +145,10 @@ class Skip(Exception):
     """
 
 
+class Refused(Exception):
+    """Raised by an experiment for a time that does not say what it should; the text says why."""
+
+
 PhaseRun = tuple[str, Callable[[], Measured]]
 """A phase's name and the function that measures it; `run_case` of an experiment yields these."""
 
@@ -165,6 +169,8 @@ def _status(error: BaseException) -> str:
 
     if isinstance(error, Skip):
         return "skipped"
+    if isinstance(error, Refused):
+        return "refused"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "oom"
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS):
@@ -186,8 +192,10 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
             sizes.update({name: replace(one, num_layers=1) for name, one in sizes.items()})
         # What fails here fails again, and is told, where it is measured.
         sys.stderr = open(os.devnull, "w")
-    # Where compiling is timed the caches are off on purpose; torch warns of each.
-    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+    # What is done on purpose: compiling without caches where that is timed, fp32 without TF32, and
+    # a matrix product as a process's first use of the device.
+    for message in ("dynamo_pgo force", "TensorFloat32 tensor cores", "Attempting to run cuBLAS"):
+        warnings.filterwarnings("ignore", message=message)
     gc.freeze()  # otherwise each collection between phases would walk through all modules
     while True:
         try:
@@ -203,7 +211,8 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
                     del run  # it holds the case's tensors, which would lie beside the next case's
         except BaseException as error:
             status = _status(error)
-            text = str(error) if status == "skipped" else f"{type(error).__name__}: {error}"
+            is_said = status in ("skipped", "refused")
+            text = str(error) if is_said else f"{type(error).__name__}: {error}"
             if status == "error":
                 traceback.print_exception(error)
             connection.send((status, text.strip().split("\n")[0][:500]))
@@ -390,7 +399,8 @@ def measuring_lock(device: Device, notebook: str, *, wait: bool = True) -> Itera
 
 
 class Session:
-    """One run of a notebook's measurements on this device; `run` measures what is not recorded yet.
+    """One run of a notebook's measurements on this device; `run` measures what is not recorded yet,
+    and nothing is written before.
 
     Args:
         notebook: its file name without the ending.
@@ -402,8 +412,11 @@ class Session:
 
     Raises:
         RequestError: another device than this machine, an unknown profile, size or other value.
-        RecordError: the record file cannot be read, or another run is writing to it.
+        RecordError: the record file cannot be read.
     """
+
+    subfolder = ""
+    """In the device's folder, of what is kept apart from the chapters."""
 
     def __init__(
         self,
@@ -435,18 +448,14 @@ class Session:
         ]
         self.fresh = fresh
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
-        self.folder = Path(output or FIGURES) / self.device.slug
-        (self.folder / "records").mkdir(parents=True, exist_ok=True)
+        self.folder = Path(output or FIGURES) / self.device.slug / self.subfolder
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float] = {}
         self._worker: _Worker | None = None
         self._is_busy = False
         self._software = software_versions()
         self._source = source_state()
-        with self.store.locked():
-            self.store.load()  # raises for an unreadable file before anything is written
-            self.store.repair()
-        write_json(self.folder / "environment.json", environment(self.device))
+        self.store.load()  # raises for an unreadable file before anything is written
 
     def run(self, progress: "Progress | None" = None) -> None:
         """Measures the cases that are not recorded yet, one record per phase, under the device's
@@ -454,7 +463,12 @@ class Session:
 
         Args:
             progress: of a run of several sessions; by default this one's own.
+
+        Raises RecordError where another run is writing to the record file.
         """
+        with self.store.locked():
+            self.store.repair()
+        write_json(self.folder / "environment.json", environment(self.device))
         done = done_path(self.folder, self.notebook)
         done.unlink(missing_ok=True)
         if self.pending():
@@ -626,7 +640,7 @@ def _section_seconds(path: Path) -> dict[str, float]:
 
 
 @cache
-def expected_seconds(notebook: str, kind: str) -> dict[str, float]:
+def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
     """Returns what a phase of each section of a notebook took on the reference device, or on a CPU
     that was measured; {} where nothing is at hand.
     """
@@ -636,29 +650,27 @@ def expected_seconds(notebook: str, kind: str) -> dict[str, float]:
     return {}
 
 
+def expected_seconds(session: Session, case: Case) -> float:
+    """Returns how long a case will take, as far as that is known."""
+    seconds = _seconds_at_hand(session.notebook, session.device.kind)
+    return max(0.05, seconds.get(case.section, DEFAULT_S)) * len(case.phases)
+
+
 class Progress:
     """One bar over the cases of several sessions, in expected seconds, with the time left."""
 
-    def __init__(self, sessions: Sequence["Session"]):
-        self.seconds = {
-            session.notebook: expected_seconds(session.notebook, session.device.kind)
-            for session in sessions
-        }
-        total = sum(self.of(session, case) for session in sessions for case in session.pending())
-        form = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left {postfix}"
-        self._bar = tqdm(total=total, bar_format=form, file=sys.stderr, mininterval=1.0)
-
-    def of(self, session: "Session", case: Case) -> float:
-        """Returns the expected seconds of a case."""
-        each = self.seconds[session.notebook].get(case.section, DEFAULT_S)
-        return max(0.05, each) * len(case.phases)
+    def __init__(self, sessions: Sequence[Session]):
+        total = sum(expected_seconds(one, case) for one in sessions for case in one.pending())
+        form = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left{postfix}"
+        look = {"bar_format": form, "file": sys.stderr, "mininterval": 1.0}
+        self._bar = tqdm(total=total, disable=not total, **look)
 
     @contextlib.contextmanager
-    def step(self, session: "Session", case: Case, label: str) -> Iterator[None]:
+    def step(self, session: Session, case: Case, label: str) -> Iterator[None]:
         """Shows a case while it runs, and counts it when it is done."""
         self._bar.set_postfix_str(label, refresh=True)
         yield
-        self._bar.update(self.of(session, case))
+        self._bar.update(expected_seconds(session, case))
 
     def write(self, line: str) -> None:
         self._bar.write(line, file=sys.stdout)
@@ -670,11 +682,11 @@ class Progress:
         self._bar.close()
 
 
-MOST_REHEARSALS = 8
+MOST_REHEARSALS = 12
 """Processes that compile at a time; each needs a device context and about 2 GB of the host."""
 
 
-def rehearse(sessions: Sequence["Session"]) -> None:
+def rehearse(sessions: Sequence[Session]) -> None:
     """Compiles what the pending cases need, several cases at a time, before anything is timed.
 
     Each case runs once, a model with one block instead of all: its compiled code is the same, and
@@ -685,21 +697,28 @@ def rehearse(sessions: Sequence["Session"]) -> None:
     if num_workers < 2:
         return
     print(f"Compiling what {len(cases)} cases need, {num_workers} at a time", file=sys.stderr)
+    workers: list[_Worker] = []
+
+    def rehearse_case(module_name: str, case: Case) -> None:
+        worker = _Worker(module_name, is_rehearsal=True)
+        workers.append(worker)
+        try:
+            for _ in worker.outcomes(replace(case, time_limit_s=0.0, sustained=()), {}):
+                pass
+        finally:
+            worker.close()
+
     with ThreadPoolExecutor(num_workers) as pool:
-        list(pool.map(lambda one: _rehearse(*one), cases))
+        try:
+            list(pool.map(lambda one: rehearse_case(*one), cases))
+        except KeyboardInterrupt:
+            # What is queued is cancelled; the pool waits for what runs, which takes minutes.
+            for worker in workers:
+                worker.process.kill()
+            raise
 
 
-def _rehearse(module_name: str, case: Case) -> None:
-    worker = _Worker(module_name, is_rehearsal=True)
-    try:
-        brief = replace(case, time_limit_s=0.0, sustained=())
-        for _ in worker.outcomes(brief, {}):
-            pass
-    finally:
-        worker.close()
-
-
-def measure(sessions: Sequence["Session"]) -> None:
+def measure(sessions: Sequence[Session]) -> None:
     """Measures what several sessions have not recorded yet, under one bar."""
     rehearse(sessions)
     with Progress(sessions) as progress:

@@ -20,7 +20,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -423,7 +423,7 @@ def compare(
     device_kind: str,
     method: str | None = None,
     num_warmup: int = 5,
-    num_rounds: int = 30,
+    rounds: Iterable = range(30),
 ) -> Comparison:
     """Times every candidate once per round, in a new random order each round, and pairs the rounds.
 
@@ -432,7 +432,7 @@ def compare(
     Args:
         candidates: callables without arguments.
         baseline: the candidate that the ratios divide by.
-        num_rounds: samples of each.
+        rounds: as many samples of each; it is advanced outside of what is timed.
         Others as in `time_callable`.
 
     Raises:
@@ -451,7 +451,7 @@ def compare(
         for sampler in samplers.values():
             for _ in range(num_warmup):
                 sampler()
-        for _ in range(num_rounds):
+        for _ in rounds:
             for name in generator.permutation(list(samplers)):
                 samples[name].append(samplers[name]())
     timings = {

@@ -21,6 +21,7 @@ from labkit.records import (
     HOST_SECTION,
     SESSION_SECTION,
     Record,
+    RecordError,
     measured_devices,
     write_bytes_atomic,
     write_text_atomic,
@@ -97,6 +98,8 @@ def _values(row: Row) -> dict[str, str]:
 
 
 class Measurement(NamedTuple):
+    """A record, and the row of it that the reports read."""
+
     record: Record
     row: Row
 
@@ -159,6 +162,10 @@ class Comparison:
     """
 
     def __init__(self, base: Side, other: Side):
+        if other.name == base.name:
+            # A device measured twice: the second is named by the folder that it lies in.
+            where = next(iter(other.chapters.values())).folder.parent.name
+            other = other._replace(name=f"{other.name} in {where}")
         self.base = base
         self.other = other
         ours = _measurements(base.chapters)
@@ -362,6 +369,7 @@ def figure(comparison: Comparison, chapter: str) -> Figure | None:
 
 
 def provenance(one: Side) -> str:
+    """Returns which software measured a device, when, and from which commit."""
     records = one.records
     parts = [
         *torch_of(records),
@@ -422,7 +430,9 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
 
 
 def others(chapters: Chapters, root: Path) -> str:
-    """Returns the section of a report on the other devices in `root`, "" where there is none."""
+    """Returns the section of a report on the other devices in `root` of its kind, "" where there is
+    none: how much slower a CPU is than a GPU, on a smoke test's few rows, is no finding.
+    """
     first = next(iter(chapters.values()))
     base = Side(first.asked_device, chapters)
     lines = []
@@ -430,15 +440,18 @@ def others(chapters: Chapters, root: Path) -> str:
         if name == base.name or re.match(r"\d+x-", name):
             continue
         try:
-            comparison = Comparison(base, side(name, root))
-        except RequestError:
+            other = side(name, root)
+            if next(iter(other.chapters.values())).device_kind != first.device_kind:
+                continue
+            rows = Comparison(base, other).common
+        except (RequestError, RecordError):  # `labkit compare` says what is wrong with it
             continue
-        rows = comparison.common
         line = {"device": name, "rows in common": f"{len(rows):,}"}
         for words, case in ROOFS.items():
             roof = rows[(rows["section"] == SESSION_SECTION) & rows["case"].str.startswith(case)]
-            line[words] = times(roof["ratio"].iloc[0]) if len(roof) else "–"
-        steps = rows[rows["section"] != SESSION_SECTION]
+            first_roof = roof["mark"] + roof["ratio"].map(times)
+            line[words] = first_roof.iloc[0] if len(roof) else "–"
+        steps = rows[(rows["section"] != SESSION_SECTION) & (rows["mark"] == "")]
         for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
             ratios = select(steps, kind=kind)["ratio"]
             line[f"{kind} times"] = times(ratios.median()) if len(ratios) else "–"
@@ -446,8 +459,9 @@ def others(chapters: Chapters, root: Path) -> str:
     if not lines:
         return ""
     text = (
-        f"How many times as fast each is as this device, in the rows that both have: the roofs, "
-        f"then the median of each kind of time. `labkit compare {base.name} {lines[0]['device']}` "
-        "shows every row."
+        "How many times as fast each is, by the roofs and the median row; all rows: "
+        f"`labkit compare {base.name} {lines[0]['device']}`."
     )
-    return f"## Other devices\n\n{tables.to_markdown(pd.DataFrame(lines))}\n\n{text}"
+    # A column that no device fills says nothing.
+    frame = pd.DataFrame(lines).replace("–", None).dropna(axis=1, how="all").fillna("–")
+    return f"## Other devices\n\n{tables.to_markdown(frame)}\n\n{text}"

@@ -110,6 +110,7 @@ def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> st
     if ladder is not None:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
     warnings = [_not_finished(chapter.folder, name) for name, chapter in chapters.items()]
+    warnings.insert(0, _first_round(chapters))
     bodies = []
     if card.first_of(chapters).device_kind == "cpu":
         first = smoke.page(chapters)
@@ -184,6 +185,21 @@ def _execute_all(
         run = functools.partial(notebooks.execute, values=values, lessons=lessons)
         executed = pool.map(run, names)
         return dict(zip(names, executed, strict=True))
+
+
+def _first_round(chapters: Chapters) -> str:
+    """Returns which chapters hold the quick profile alone, "" for none."""
+    done = {name: read_done(chapter.folder, name) for name, chapter in chapters.items()}
+    quick = [
+        name[:2] for name, content in done.items() if content and content["profile"] == "quick"
+    ]
+    if not quick:
+        return ""
+    numbers = "all chapters" if len(quick) == len(chapters) else f"chapters {listing(quick)}"
+    return (
+        f"*A first report: of {numbers} the quick profile is measured, a small part of the grid. "
+        "`labkit run` measures the rest.*"
+    )
 
 
 def _not_finished(folder: Path, notebook: str) -> str:

@@ -1,0 +1,291 @@
+"""`labkit bench`: cheats are refused by name, honest functions are ranked, and what fails harms no
+other.
+"""
+
+import importlib.metadata
+import linecache
+import sys
+import threading
+import time
+import unittest.mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chapters import CPU, on_a_cpu
+
+import labkit
+from labkit.configs import RequestError
+from labkit.experiments import bench, operations, sweep
+from labkit.experiments.contest import Implementation
+from labkit.records import RecordStore
+
+IMPLEMENTATIONS = operations.IMPLEMENTATIONS
+
+
+def right(q, k, v, causal):
+    with torch.no_grad():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def outcome(monkeypatch, function, **sizes) -> tuple[object, object]:
+    """Returns what the forward pass of a function of attention gave, and that of SDPA beside it:
+    metrics, or the error.
+    """
+    monkeypatch.setitem(IMPLEMENTATIONS["attention"], "mine@0", Implementation(function))
+    shape = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, **sizes}
+    parameters = {"operation": "attention", **shape, "precision": "fp32"}
+    phases = ("mine@0 forward", "sdpa forward")
+    given = {}
+    while left := tuple(phase for phase in phases if phase not in given):
+        # As a session does: after a failure the rest is asked for again.
+        case = bench.BenchCase("contest", parameters, left, 60.0, 0.01)
+        for phase, run in bench.run_case(case, {"gemm fp32": 1.0}):
+            try:
+                given[phase] = run().metrics
+            except Exception as error:
+                given[phase] = error
+                break
+    return tuple(given[phase] for phase in phases)
+
+
+# ---- cheats --------------------------------------------------------------------------------------
+
+
+def caches_the_result(q, k, v, *, causal, kept=[]):  # noqa: B006
+    kept[1:] = kept[1:] or [right(q, k, v, causal)]
+    return kept[-1].clone()
+
+
+def returns_one_buffer(q, k, v, *, causal, kept={}):  # noqa: B006
+    return kept.setdefault(q.shape, torch.empty_like(q.data)).copy_(right(q, k, v, causal))
+
+
+def writes_into_an_input(q, k, v, *, causal):
+    return q.data.copy_(right(q, k, v, causal))
+
+
+def changes_an_input(q, k, v, *, causal):
+    out = right(q, k, v, causal)
+    k.data.neg_()
+    return out
+
+
+def knows_the_seed(q, k, v, *, causal):
+    generator = torch.Generator().manual_seed(0)
+    return right(*(torch.randn(q.shape, generator=generator) for _ in range(3)), causal)
+
+
+def works_until_it_is_timed(q, k, v, *, causal, calls=[]):  # noqa: B006
+    calls.append(None)
+    return right(q, k, v, causal) if len(calls) < 6 else torch.empty_like(q)
+
+
+def works_in_a_thread(q, k, v, *, causal):
+    out = torch.zeros_like(q.data)
+
+    def work():
+        time.sleep(0.05)
+        out.copy_(right(q, k, v, causal))
+
+    threading.Thread(target=work).start()
+    return out
+
+
+CLOCK = time.perf_counter
+
+
+def slows_the_clock(q, k, v, *, causal):
+    time.perf_counter = lambda: CLOCK() / 1e6
+    return right(q, k, v, causal)
+
+
+def works_on_another_stream(q, k, v, *, causal):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return right(q, k, v, causal)
+
+
+def skips_what_is_captured(q, k, v, *, causal):
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty_like(q)
+    return right(q, k, v, causal)
+
+
+CHEATS = {
+    caches_the_result: "a cache",
+    returns_one_buffer: "in the memory of an earlier call",
+    writes_into_an_input: "in the memory of its inputs",
+    changes_an_input: "changes its inputs",
+    works_until_it_is_timed: "wrong, or not written, while it is timed",
+    works_in_a_thread: "goes on after it has returned",
+    slows_the_clock: "below the roofline's floor",
+}
+GPU_CHEATS = {
+    works_on_another_stream: "goes on after it has returned",
+    skips_what_is_captured: "wrong, or not written, while it is timed",
+}
+
+
+@pytest.fixture
+def this_device_is_a_cpu(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", CLOCK)
+    yield from on_a_cpu(monkeypatch)
+
+
+on_cpu = pytest.mark.usefixtures("this_device_is_a_cpu")
+
+
+@on_cpu
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_cheat_is_refused_by_name_and_the_other_goes_on(monkeypatch, cheat):
+    error, other = outcome(monkeypatch, cheat)
+    assert isinstance(error, bench.Refused) and CHEATS[cheat] in str(error)
+    if cheat is slows_the_clock:
+        assert isinstance(other, bench.Refused)  # it read the same clock
+    else:
+        assert other["median_ms"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cheat", GPU_CHEATS)
+def test_a_cheat_of_cuda_is_refused_by_name(monkeypatch, cheat):
+    error, other = outcome(monkeypatch, cheat, length=2048)
+    assert isinstance(error, bench.Refused) and GPU_CHEATS[cheat] in str(error)
+    assert other["median_ms"] > 0
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (knows_the_seed, "wrong: the error of out"),
+        (lambda q, k, v, *, causal: right(q, k, v, False), "wrong: the error of out"),
+        (lambda q, k: q, "it is called with q, k, v, causal"),
+        (lambda q, k, v, *, causal: q[..., :8], r"must return torch.float32 \(1, 2, 64, 16\) on"),
+        (lambda q, k, v, *, causal: q.half(), "got torch.float16"),
+        (lambda q, k, v, *, causal: q.to("meta"), "on meta"),
+        (lambda q, k, v, *, causal: None, "got NoneType"),
+    ],
+)
+def test_what_is_wrong_has_no_time(monkeypatch, function, reason):
+    error, other = outcome(monkeypatch, function)
+    assert not isinstance(error, dict | bench.Refused) and other["median_ms"] > 0
+    with pytest.raises((AssertionError, ValueError), match=reason):
+        raise error
+
+
+def plain_layer_norm(x, weight, bias, residual):
+    total = x + residual
+    centred = total - total.mean(-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + operations.EPS)
+    return centred * scale * weight + bias, total
+
+
+@on_cpu
+@pytest.mark.parametrize("op", bench.OPERATIONS)
+def test_what_is_honest_passes_in_each_operation(monkeypatch, op):
+    monkeypatch.setitem(IMPLEMENTATIONS["layer_norm"], "plain", Implementation(plain_layer_norm))
+    sizes = {"batch": 1, "heads": 1, "length": 128, "d_head": 16, "causal": True}
+    sizes |= {"operation": op, "rows": 128, "columns": 128, "precision": "fp32"}
+    problem = bench._problem(CPU, sizes)
+    for impl in {"ours", "eager", "plain"} & set(IMPLEMENTATIONS[op]):
+        for name in ("forward", "forward_backward"):
+            assert problem.judge(impl, name).budget_fraction <= 1
+
+
+# ---- a bench -------------------------------------------------------------------------------------
+
+SOURCE = """
+import os, torch
+
+def softmax_attention(q, k, v, *, causal):
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    hidden = scores.new_ones(scores.shape[-2:]).triu(1).bool()
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+def ends_the_process(q, k, v, *, causal):
+    os._exit(3)
+"""
+
+
+CELL = """
+import torch.nn.functional as F
+IS_USED = True
+
+def wrapped(q, k, v, *, causal):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal and IS_USED)
+
+print(labkit.bench(wrapped, op="attention"))
+"""
+
+
+def of_a_cell(name: str):
+    """What IPython makes of a cell, but for what it calls."""
+    linecache.cache["<cell>"] = len(CELL), None, CELL.splitlines(keepends=True), "<cell>"
+    namespace = {"__name__": "__main__", "print": lambda _: None, "labkit": unittest.mock.Mock()}
+    exec(compile(CELL, "<cell>", "exec"), namespace)
+    return namespace[name]
+
+
+def test_honest_functions_are_ranked_and_one_that_crashes_harms_no_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sweep, "MAX_REPEATS", 0)
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    functions = (f"{file}:softmax_attention", of_a_cell("wrapped"), f"{file}:ends_the_process")
+    options = {"shape": "1x2x128x16", "against": "sdpa,ours,fa3", "output": str(tmp_path)}
+    frame = labkit.bench(*functions, op="attention", **options)
+    frame["name"] = frame["implementation"].str.split("@").str[0]
+    status = dict(zip(frame["name"] + " " + frame["pass"], frame["status"], strict=True))
+    failed = {"ends_the_process": "error", "fa3": "skipped"}
+    assert len(frame) == 12
+    for phase, found in status.items():
+        assert found == failed.get(phase.split(" ")[0], "ok")
+    ranked = frame[frame["status"] == "ok"]
+    for _, rows in ranked.groupby("pass"):
+        assert rows["median_ms"].is_monotonic_increasing and (rows["ratio_to_ours"] > 0).all()
+    crashed = frame[frame["name"] == "ends_the_process"]
+    assert crashed["reason"].str.contains("exit code 3").all()
+    (path,) = tmp_path.glob("*/bench/records/*.jsonl")
+    records = RecordStore(path).load()
+    assert {record.notebook for record in records} == {"00_bench"}
+    assert not list(tmp_path.glob("*/records"))
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"op": "softmax"}, "unknown operation 'softmax'; accepted: rms_norm"),
+        ({"against": "ours,fa9"}, "unknown implementation of swiglu 'fa9'; accepted: ours, eager"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'; accepted: fp32, bf16"),
+        ({"shape": "8x8x8"}, "shape '8x8x8' of swiglu; accepted: rows x columns"),
+        ({"shape": "128x-64"}, "shape '128x-64' of swiglu"),
+        ({"shape": "64x64"}, "rows from 128, columns in steps of 64"),
+        ({"function": "nowhere.py:f"}, "no source of 'nowhere.py:f'.*No such file"),
+        ({"function": len}, "no source of <built-in function len>"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(tmp_path, asked, message):
+    options = {"op": "swiglu", "output": str(tmp_path)} | asked
+    with pytest.raises(RequestError, match=message) as raised:
+        bench.bench(options.pop("function", right), **options)
+    assert "\n" not in str(raised.value) and not list(tmp_path.iterdir())
+
+
+def test_an_installed_package_offers_implementations(monkeypatch, tmp_path, capsys):
+    (tmp_path / "offered.py").write_text("def mine(gate, up):\n    return gate\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entries = [
+        importlib.metadata.EntryPoint(name, "offered:mine", operations.ENTRY_POINTS)
+        for name in ("swiglu:offered", "swiglu:ours")
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+    monkeypatch.setitem(IMPLEMENTATIONS, "swiglu", dict(IMPLEMENTATIONS["swiglu"]))
+    operations._register_installed()
+    assert "offered" not in sys.modules
+    offered = IMPLEMENTATIONS["swiglu"]["offered"]
+    assert offered.function(1, 2) == 1 and offered.module == operations.__name__
+    assert "entry point 'swiglu:ours': name must be new" in capsys.readouterr().err

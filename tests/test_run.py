@@ -1,0 +1,207 @@
+"""A run: its rounds, what it shows before and while it measures, and the commands that read what it
+wrote.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+from faulty_experiment import make_case, open_session
+from typer.testing import CliRunner
+
+from labkit import cli
+from labkit.configs import FIGURES, REFERENCE_DEVICE, SIZES
+from labkit.device import detect
+from labkit.experiments import sweep
+
+CPU = "cpu-intel-xeon-processor"
+
+
+def labkit(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """Lists the profile and the notebook of each session of a run that measures nothing, a list a
+    round, and "report" for each report.
+    """
+    steps = []
+
+    def measure(sessions):
+        steps.append([(session.profile, session.notebook) for session in sessions])
+
+    monkeypatch.setattr(sweep, "measure", measure)
+    monkeypatch.setattr(cli, "_write_report", lambda *_: steps.append("report"))
+    return steps
+
+
+def claim_gpu(monkeypatch):
+    gpu = replace(detect(), kind="cuda", slug="a-gpu")
+    monkeypatch.setattr("labkit.device.detect", lambda: gpu)
+    monkeypatch.setattr(sweep, "detect", lambda: gpu)
+    monkeypatch.setattr(sweep, "measuring_lock", lambda *_, **__: contextlib.nullcontext())
+    for module in ("labkit.device", "labkit.experiments.sweep"):
+        monkeypatch.setattr(f"{module}.measured_by", lambda _: gpu)
+
+
+@pytest.mark.parametrize(
+    ("is_gpu", "arguments", "profiles"),
+    [
+        (True, (), ["quick", "full"]),
+        (True, ("--fresh",), ["full"]),
+        (True, ("-p", "lengths=1024"), ["full"]),
+        (True, ("--profile", "quick"), ["quick"]),
+        (False, (), ["smoke"]),
+    ],
+)
+def test_a_gpu_is_measured_quickly_first_and_each_round_ends_with_a_report(
+    is_gpu, arguments, profiles, rounds, tmp_path, monkeypatch
+):
+    if is_gpu:
+        claim_gpu(monkeypatch)
+    result = labkit("run", "05", *arguments, "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert rounds[::2] == [[(profile, "05_attention")] for profile in profiles]
+    assert rounds[1::2] == ["report"] * len(profiles)
+
+
+def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(rounds, tmp_path, monkeypatch):
+    result = labkit("run", "05", "08", "--dry-run", "-o", tmp_path)
+    assert result.exit_code == 0 and rounds == [] and not list(tmp_path.iterdir())
+    lines = result.output.splitlines()
+    words = r"smoke \w+: \d+ cases, about \d+\.\d minutes"
+    assert len(lines) == 3 and all(re.fullmatch(words, line) for line in lines[:2])
+    assert re.fullmatch(r"smoke: about \d+ minutes", lines[2])
+
+
+def test_a_dry_run_counts_each_case_once_and_what_will_not_fit(tmp_path, monkeypatch):
+    claim_gpu(monkeypatch)
+    monkeypatch.setattr("labkit.experiments.sections.memory_bytes", lambda _: 80e9)
+    result = labkit("run", "01", "--dry-run", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    quick, full = (int(one) for one in re.findall(r"01_benchmarking: (\d+) cases", result.output))
+    alone = labkit("run", "01", "--profile", "full", "--dry-run", "-o", tmp_path)
+    (whole,) = (int(one) for one in re.findall(r"01_benchmarking: (\d+) cases", alone.output))
+    # A case of which the quick round measures some phases is in both.
+    assert 0 < quick and whole - quick <= full < whole
+    assert re.search(r"full: \d+ cases of 10b will not fit", result.output)
+    assert not re.search(r"cases of small will not fit", result.output)
+
+
+def test_the_bar_counts_the_expected_seconds_of_all_sessions(tmp_path, monkeypatch, capsys):
+    log = tmp_path / "log"
+    seconds = {"slow": 10.0, "quick": 0.001}
+    monkeypatch.setattr(sweep, "_seconds_at_hand", lambda *_: seconds)
+    slow, quick, unknown = (make_case(name, log, section=name) for name in ("slow", "quick", "new"))
+    sessions = [
+        open_session(tmp_path / "a", [slow, quick]),
+        open_session(tmp_path / "b", [unknown]),
+    ]
+    expected = [sweep.expected_seconds(sessions[0], case) for case in (slow, quick, unknown)]
+    assert expected == pytest.approx([30, 0.15, 6])
+    with sweep.Progress(sessions) as progress:
+        with progress.step(sessions[0], slow, "a label"):
+            pass
+        progress.write("a line")
+    output, bar = capsys.readouterr()
+    assert output == "a line\n" and "a label" in bar
+    assert f"{100 * 30 / 36.15:.0f}%" in bar
+
+
+def steps_of(log) -> list[tuple[str, str]]:
+    entries = map(json.loads, log.read_text().splitlines())
+    return [(entry["name"], entry["step"]) for entry in entries]
+
+
+def test_sessions_are_measured_under_one_bar(tmp_path, capsys):
+    log = tmp_path / "log"
+    plans = {"a": [make_case("a", log)], "b": [make_case("b", log, section="others")]}
+    sessions = [open_session(tmp_path / name, plan) for name, plan in plans.items()]
+    sweep.measure(sessions)
+    output, bar = capsys.readouterr()
+    assert output.splitlines() == ["90 steps: 3 ok", "90 others: 3 ok"]
+    assert "100%" in bar and "Compiling" not in bar
+    assert [session.pending() for session in sessions] == [[], []]
+
+
+def test_a_rehearsal_runs_what_compiles_and_drops_what_it_measured(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sweep, "num_usable_cores", lambda: 2)
+    log = tmp_path / "log"
+    plan = [
+        make_case("a", log, compiles=True),
+        make_case("b", log, "exit", "second", compiles=True),
+        make_case("c", log),
+    ]
+    session = open_session(tmp_path / "out", plan)
+    sweep.rehearse([session])
+    rehearsed = steps_of(log)
+    assert {name for name, _ in rehearsed} == {"a", "b"}
+    assert rehearsed.count(("a", "third")) == 1 and ("b", "second") in rehearsed
+    assert session.store.load() == [] and session.pending() == plan
+    output, errors = capfd.readouterr()
+    assert output == "" and errors == "Compiling what 2 cases need, 2 at a time\n"
+    # One case alone compiles where it is measured.
+    sweep.rehearse([open_session(tmp_path / "one", plan[:1])])
+    assert steps_of(log) == rehearsed
+
+
+def test_a_rehearsed_model_has_one_block(tmp_path, monkeypatch):
+    blocks = tmp_path / "blocks"
+    monkeypatch.setattr(sweep, "num_usable_cores", lambda: 2)
+    log = tmp_path / "log"
+    plan = [make_case(name, log, "count_blocks", compiles=True) for name in ("a", "b")]
+    before = SIZES["small"].num_layers
+    sweep.rehearse([open_session(tmp_path / "out", plan)])
+    assert sorted(set(blocks.read_text().split())) == ["1"]
+    assert SIZES["small"].num_layers == before > 1
+
+
+def test_compare_shows_what_both_have_and_writes_it(tmp_path):
+    shown = labkit("compare", REFERENCE_DEVICE, CPU, "--notebook", "01")
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.startswith(f"# {CPU} beside {REFERENCE_DEVICE}\n")
+    turned = labkit("compare", CPU, "--baseline", REFERENCE_DEVICE, "--notebook", "01")
+    assert turned.output == shown.output
+    written = labkit("compare", REFERENCE_DEVICE, CPU, "--notebook", "01", "--to", tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"compare.md", "compare.html", f"{CPU}.csv"} < names
+    assert sorted(written.output.split()) == sorted(str(tmp_path / name) for name in names)
+
+
+def test_verify_ends_with_1_where_something_is_wrong(tmp_path):
+    folder = tmp_path / CPU
+    (folder / "records").mkdir(parents=True)
+    (folder / "tables").mkdir()
+    for part in ("records", "tables"):
+        for path in (FIGURES / CPU / part).glob("03_*"):
+            shutil.copy(path, folder / part)
+    shutil.copy(FIGURES / CPU / "environment.json", folder)
+    fine = labkit("verify", folder)
+    assert fine.exit_code == 0 and all(line[:4] == "ok  " for line in fine.output.splitlines())
+    (folder / "tables" / "03_steps.csv").unlink()
+    wrong = labkit("verify", folder)
+    assert wrong.exit_code == 1 and "no  tables: 03_steps.csv do not follow" in wrong.output
+
+
+def test_plan_says_whether_a_step_fits_and_how_long_it_takes():
+    result = labkit("plan", "2.7b", "--context", "8192", "--gpus", "2", "--price", "3")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "does not fit",
+        "The cheapest way to fit",
+        "Device time",
+        "ddp over 2",
+        "at 3.00",
+    ):
+        assert words in result.output
+    assert "fits" in labkit("plan", "small", "--device", "RTX 4090").output.splitlines()[0]
+    for arguments, message in [
+        (("1b",), "unknown size '1b'"),
+        (("small", "--heads", "7"), "7 heads do not divide the width 768"),
+        (("small", "--device", "abacus"), "no roofs of 'abacus'"),
+    ]:
+        assert message in str(labkit("plan", *arguments).exception)
