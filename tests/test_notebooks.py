@@ -3,9 +3,11 @@ chain on this machine's CPU.
 """
 
 import ast
+import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ import pytest
 from labkit import cli, notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.device import detect
-from labkit.experiments import attention
+from labkit.experiments import attention, sweep
 from labkit.lessons import open_chapter
 from labkit.records import Record, RecordStore, check, folder_of
 from labkit.report import render
@@ -211,6 +213,52 @@ def test_records_that_are_damaged_or_none_stop_the_report(tmp_path, ended):
     path.write_text("")
     code, said = ended(*report)
     assert code == 2 and said.endswith("abacus holds no record\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (("compare", "cpu-x", "cpu-y"), 2, "cpu-x and cpu-y have no row in common"),
+        (("compare", "cpu-x", "abacus"), 2, "nothing has been measured on 'abacus'"),
+        (("compare", "cpu-x", "empty"), 2, "empty is no folder of a device"),
+        (("compare", "cpu-x"), 2, "say what to compare: two devices"),
+        (("compare", "cpu-x", "cut"), 1, "01_benchmarking.jsonl, line 2: not JSON"),
+        (("report", "--device", "abacus"), 2, "nothing has been measured on 'abacus'"),
+        (("report", "--device", "cut"), 1, "01_benchmarking.jsonl, line 2: not JSON"),
+        (("devices",), 1, "01_benchmarking.jsonl, line 2: not JSON"),
+        (("plan", "--device", "abacus"), 2, "no roofs of 'abacus'"),
+        (("plan", "abacus"), 2, "unknown size 'abacus'"),
+        (("verify", "empty"), 2, "is no folder of a device"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_shown_is_one_line_with_its_exit_code(
+    command, code, words, tmp_path, monkeypatch, ended
+):
+    monkeypatch.chdir(tmp_path)
+    a_record(tmp_path, "cpu-x")
+    a_record(tmp_path, "cpu-y")
+    path = a_record(tmp_path, "cut").path
+    lines = path.read_text().splitlines(keepends=True)
+    damaged = f"{lines[0]}{lines[1][:40]}\n{lines[1]}"
+    path.write_text(damaged)
+    if "cut" not in command and command != ("devices",):
+        shutil.rmtree(tmp_path / "cut")
+    (tmp_path / "empty").mkdir()
+    options = [] if command[0] == "verify" else ["--output", tmp_path]
+    found, said = ended(*command, *options)
+    assert found == code and words in said and len(said.splitlines()) == 1
+    assert not path.exists() or path.read_text() == damaged
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_folder_that_takes_no_file_is_one_line(number, tmp_path, monkeypatch, ended):
+    def refuse(*_, **options):
+        raise OSError(number, os.strerror(number), "figures")
+
+    monkeypatch.setattr(sweep.Session, "__init__", refuse)
+    code, said = ended("run", "05", "--profile", "smoke", "--output", tmp_path)
+    assert (code, said) == (1, f"labkit: figures: {os.strerror(number)}\n")
 
 
 def test_output_that_cannot_be_written_is_refused(tmp_path, ended):

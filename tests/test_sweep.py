@@ -2,6 +2,7 @@
 exactly.
 """
 
+import errno
 import json
 import multiprocessing.forkserver
 import os
@@ -27,7 +28,7 @@ from processes import holding, is_true_within
 from labkit import configs
 from labkit.device import detect
 from labkit.experiments import sweep
-from labkit.records import Record, RecordStore, newest
+from labkit.records import Record, RecordError, RecordStore, newest
 
 TIMEOUT_S = 2.5
 GONE_WITHIN_S = 5.0
@@ -271,6 +272,28 @@ def test_what_is_recorded_is_run_again_on_another_machine_or_when_asked(output, 
     assert started(log, "none") == [*PHASES, *PHASES, *PHASES]
     assert store(output).path.read_bytes().startswith(recorded)
     assert newest(store(output).load())[-3:] == store(output).load()[-3:]
+
+
+def test_a_full_disk_ends_the_session_in_one_line_and_costs_one_record(output, log, monkeypatch):
+    """The last line is torn, as where a part of it still had room; the next session goes on."""
+    plan = [make_case("only", log)]
+    fsync = os.fsync
+
+    def fill(descriptor: int) -> None:
+        if len(store(output).load()) == 2:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - 20)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with monkeypatch.context() as full, pytest.raises(RecordError) as error:
+        full.setattr(os, "fsync", fill)
+        run(output, plan)
+    assert re.search("second.* cannot be written .No space left", str(error.value))
+    assert "\n" not in str(error.value)
+    assert list(records_of(output, "only")) == [PHASES[0]]
+    run(output, plan)
+    assert set(records_of(output, "only")) == set(PHASES)
+    assert started(log, "only").count(PHASES[0]) == 1
 
 
 class Server:
