@@ -720,7 +720,8 @@ def rehearse(sessions: Sequence[Session]) -> None:
 
 def measure(sessions: Sequence[Session]) -> None:
     """Measures what several sessions have not recorded yet, under one bar."""
-    rehearse(sessions)
+    if any(session.device.kind == "cuda" for session in sessions):
+        rehearse(sessions)  # on a CPU it would take the cores that compile each case as it comes
     with Progress(sessions) as progress:
         for session in sessions:
             session.run(progress)
