@@ -143,11 +143,12 @@ class _Bucket:
                 raise ValueError(f"a parameter has become {kind} ({names}); accepted: {accepted}")
 
     def update(self) -> None:
-        grads = [None if p.grad is None else _dense(p.grad) for p in self.views]
+        grads = [p.grad for p in self.views]
+        grads = [x if x is None or x.is_contiguous() else _dense(x) for x in grads]
         addresses = [NO_GRADIENT.value if x is None else x.data_ptr() for x in grads]
         addresses += [p.data_ptr() for p in self.views]
-        # The bytes tell of a parameter that was cut where it stands.
-        seen = addresses + [p.nbytes for p in self.views]
+        # The elements tell of a parameter that was cut where it stands.
+        seen = addresses + [p.numel() for p in self.views]
         is_captured = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
         if seen != self.seen or is_captured:
             self.check()
