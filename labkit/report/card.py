@@ -62,7 +62,7 @@ DEFINITIONS = f"""\
 - *Device time*: the kernels alone, replayed from one CUDA graph or summed from a profile.
 - *Sustained*: back to back for a second, after as long of it, at the clocks that the power limit \
 leaves. ~ marks clocks that still changed.
-- *Call time*: what a program waits for, the host included. None is compared with another.
+- *Call time*: what a program waits for, host included.
 - *Idle*: 1 − kernel time ÷ call time.
 - A is r× as fast as B: r is B's time ÷ A's. A takes r× the memory of B: r is A's bytes ÷ B's.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
@@ -72,11 +72,10 @@ widened by {percent(WITHIN[DEVICE])}, for calls by {percent(WITHIN[CALL])}; betw
 sessions by {percent(BETWEEN[DEVICE])}, for calls by {percent(BETWEEN[CALL])}. Calls \
 that the host holds up are widened by what hosts were seen to differ, up to \
 {verdicts.HOST_FACTOR}×.
-- ⚠ marks what was measured while other programs kept the machine busy: it decides nothing on the \
-first page.
+- ⚠ marks what was measured while other programs kept the machine busy.
 - No finding is made of kernels under {facts.LEAST_MS:.0f} ms, memory under {
     facts.LEAST_BYTES / 2**20:.0f} MiB or fewer than {facts.LEAST_CASES} cases.
-- GB/s are 10⁹ bytes a second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""
+- GB/s: 10⁹ bytes a second. GiB: 2³⁰ bytes. A multiply-add: two FLOPs."""
 
 
 def page(chapters: Chapters, keyed: Mapping[str, tuple[str, str]]) -> str:
@@ -283,8 +282,8 @@ def _beside(fastest: Row, row: Row) -> str:
 
 def _attention_part(chapters: Chapters) -> list[str]:
     text = (
-        f"Device time in bf16, one shape in a burst, of {listing(ATTENTION.values())}. Chapter 06 "
-        "has them at the power limit, where the order can change."
+        f"Device time in bf16, in a burst, of {listing(ATTENTION.values())}. Chapter 06 "
+        "has them at the power limit, where order can change."
     )
     rivals = frame_of(chapters, "06_flash_attention", "rivals")
     return _part("Which attention?", attention_table(rivals), text)
@@ -449,10 +448,8 @@ def not_shown(shown: Sequence[Record], every: Sequence[Record]) -> list[str]:
     num_once = sum(num == 1 for num in sessions_of.values())
     lines = [
         "One device of its kind: two of one model differ by some percent.",
-        f"{num_once:,} of {len(sessions_of):,} timed rows are of one session; how far they come "
-        "back is the others'.",
-        "Tokens and weights are random: nothing is said of what a model learns, but for chapter "
-        "03's toy task.",
+        f"{num_once:,} of {len(sessions_of):,} timed rows are of one session.",
+        "Tokens and weights are random: only chapter 03's toy task is about learning.",
     ]
     if failed:
         reasons = list(dict.fromkeys(f"{one.section}: {one.reason[:80]}" for one in failed))

@@ -230,7 +230,7 @@ class Chapter:
                 write_text_atomic(folder / f"{self.number}_{name}.csv", tables.to_csv(frame))
         files = f"[{len(frames)} full tables](../figures/{self.device}/tables/#{self.number})"
         notebook = f"[notebook {self.number}](../notebooks/{self.notebook}.ipynb)"
-        return Markdown(f"*More:* {files}. *Try it:* {notebook}.")
+        return Markdown(f"*More:* {files}, {notebook}.")
 
     def _nothing(self, caption: str, arguments: Sequence) -> Markdown:
         """Shows that nothing was measured, and why where all was tried and failed."""

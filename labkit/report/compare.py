@@ -452,14 +452,14 @@ def others(chapters: Chapters, root: Path) -> str:
             first_roof = roof["mark"] + roof["ratio"].map(times)
             line[words] = first_roof.iloc[0] if len(roof) else "–"
         steps = rows[(rows["section"] != SESSION_SECTION) & (rows["mark"] == "")]
-        for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
+        for kind in (verdicts.DEVICE, verdicts.SUSTAINED):
             ratios = select(steps, kind=kind)["ratio"]
             line[f"{kind} times"] = times(ratios.median()) if len(ratios) else "–"
         lines.append(line)
     if not lines:
         return ""
     text = (
-        "How many times as fast each is, by the roofs and the median row; all rows: "
+        "Times as fast as this device, in the median row; all rows: "
         f"`labkit compare {base.name} {lines[0]['device']}`."
     )
     # A column that no device fills says nothing.
