@@ -98,6 +98,8 @@ def cases(
     for shape in grid.timelines:
         planned.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))
     for part, code in PARTS:
+        if code not in grid.block_codes:
+            continue
         parameters = {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}
         block = Case("block", parameters, ("saved",), limit, compiles=code == "compiled")
         planned.append(block)
