@@ -214,7 +214,7 @@ class Watched(Operation):
         if metrics.get("num_bytes", math.inf) < LARGEST_CACHE:
             metrics |= {"ceiling_fraction": None, "datasheet_fraction": None}
         reason = self.refusals.get(phase)
-        if (metrics["ceiling_fraction"] or 0) > CEILING_MARGIN:
+        if not reason and (metrics["ceiling_fraction"] or 0) > CEILING_MARGIN:
             reason = "its time is below the roofline's floor"
         if reason:
             raise Refused(reason)
