@@ -140,7 +140,9 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     # Libraries take their workspaces at their first call in each thread.
     step.loss_on(step.tokens[:1, :16], step.targets[:1, :16]).backward()
     if phase == "train_step":
-        step.train_step()  # makes the optimizer's state
+        # Makes the optimizer's state, watched: on a CPU the size of what a step frees, as a
+        # course's optimizer frees its moments, is known only if it was allocated under watch.
+        measure_usage(step.train_step, step.device.kind)
     step.model.zero_grad()
     empty_cache(step.device)
     usage = measure_usage(getattr(step, phase), step.device.kind)
@@ -181,7 +183,9 @@ def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     if reason := lacking_room(step.device, case.parameters, phase):
         raise Skip(reason)
     if phase == "train_step":
-        step.train_step()  # makes the optimizer's state
+        # Makes the optimizer's state, watched: on a CPU the size of what a step frees, as a
+        # course's optimizer frees its moments, is known only if it was allocated under watch.
+        measure_usage(step.train_step, step.device.kind)
         step.model.zero_grad()
     with Recorder(step.device.kind, resident(step)) as recorder:
 
