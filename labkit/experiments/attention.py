@@ -200,7 +200,8 @@ class AttentionCall:
         bound = LARGEST_ERROR[numerics.live_precision(out.dtype)]
         errors = {}
         for (name, x), reference in zip(results.items(), exact, strict=True):
-            key, error = f"{name}_relative_error", numerics.relative_error(x[-1], reference)
+            key = f"{name}_relative_error"
+            error = numerics.relative_error(x[-1], reference)
             if not error <= bound:
                 raise AssertionError(f"{self.impl}: {key} is {error:.2g}, more than {bound:g}")
             errors[key] = error
@@ -222,9 +223,11 @@ class AttentionCall:
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
-    function, inputs = call.forward, tuple
+    function = call.forward
+    inputs = tuple
     if phase == "backward":
-        function, inputs = Tensor.backward, call.forward_for_backward
+        function = Tensor.backward
+        inputs = call.forward_for_backward
     kind = call.device.kind
     metrics: dict = {}
     if call.is_compiled:

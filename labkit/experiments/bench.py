@@ -402,10 +402,12 @@ def _check(what: str, value: str, accepted: Iterable[str]) -> None:
 
 def _sizes(op: str, shape: str, kind: str) -> dict:
     """Returns the sizes of an operation by the name that a case gives them."""
-    names, step = ("rows", "columns"), HEAD
+    names = ("rows", "columns")
+    step = HEAD
     usual = "8192x4096" if kind == "cuda" else "1024x256"
     if op == "attention":
-        names, step = SHAPE[:4], 1
+        names = SHAPE[:4]
+        step = 1
         usual = "1x16x4096x64" if kind == "cuda" else "1x2x256x64"
     sizes = [int(text) if text.isdecimal() else 0 for text in (shape or usual).split("x")]
     if len(sizes) != len(names) or 0 in sizes or sizes[-2] < LEAST_ROWS or sizes[-1] % step:

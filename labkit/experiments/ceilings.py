@@ -41,9 +41,11 @@ def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
     """Returns the rates by the name under which they reach the other cases: "copy" (GB/s) or "gemm
     <precision>" (TFLOP/s) in bursts, and "sustained <name>".
     """
-    name, unit = "copy", "gb_per_s"
+    name = "copy"
+    unit = "gb_per_s"
     if case.parameters["kind"] == "gemm":
-        name, unit = f"gemm {case.parameters['precision']}", "tflops"
+        name = f"gemm {case.parameters['precision']}"
+        unit = "tflops"
     return {
         name: measured.metrics[f"achieved_{unit}"],
         f"sustained {name}": measured.metrics[f"sustained_{unit}"],
