@@ -17,8 +17,10 @@ from labkit import __version__
 from labkit.configs import (
     AUTO_PROFILE,
     FIGURES,
+    GPU_WAYS,
     PRECISIONS,
     REFERENCE_DEVICE,
+    STEP_WAYS,
     THIS_DEVICE,
     RequestError,
     chosen_profile,
@@ -49,6 +51,10 @@ OutputOption = Annotated[
         help="Folder that holds one folder per device. Default: figures/.",
     ),
 ]
+
+ContextOption = Annotated[int, typer.Option(min=1, help="Context length in tokens.")]
+
+PrecisionOption = Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")]
 
 DeviceOption = Annotated[
     str, typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
@@ -293,9 +299,10 @@ def report(
     """Rebuild a device's report from its records alone; the reference device's is the top-level
     report.md too.
     """
+    from labkit.device import slug_of
     from labkit.report import render
 
-    device = _slug(device)
+    device = slug_of(device)
     if top_level and output:
         raise RequestError(
             "--top-level writes the report of a device in figures/: leave out --output"
@@ -392,11 +399,12 @@ def compare(
 
 
 def _compare_sessions(device: str, names: Sequence[str], root: Path, check: bool) -> None:
+    from labkit.device import slug_of
     from labkit.records import RecordStore, check_measured, folder_of
     from labkit.report import sessions as report
     from labkit.report.tables import to_markdown
 
-    slug = _slug(device)
+    slug = slug_of(device)
     check_measured(slug, root)
     chapters = {}
     for name in names:
@@ -438,22 +446,20 @@ def plan(
         ),
     ] = "small",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step, on each GPU.")] = 4,
-    context: Annotated[int, typer.Option(min=1, help="Context length in tokens.")] = 512,
-    precision: Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")] = "bf16",
+    context: ContextOption = 512,
+    precision: PrecisionOption = "bf16",
     attention: Annotated[
         Literal["fused", "eager"], typer.Option(help="eager keeps the scores.")
     ] = "fused",
     way: Annotated[
-        Literal["eager", "compiled", "ours"],
+        Literal[STEP_WAYS],
         typer.Option(help="Stock PyTorch, each block compiled, or compiled with labkit's kernels."),
     ] = "compiled",
     recompute: Annotated[
         str, typer.Option(help="none, or how many blocks are recomputed together: 4, or 8/2.")
     ] = "none",
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
-    gpu_way: Annotated[
-        Literal["ddp", "zero1", "fsdp"], typer.Option(help="What the GPUs share out.")
-    ] = "ddp",
+    gpu_way: Annotated[Literal[GPU_WAYS], typer.Option(help="What the GPUs share out.")] = "ddp",
     device: Annotated[
         str, typer.Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
     ] = REFERENCE_DEVICE,
@@ -496,8 +502,8 @@ def profile(
     size: Annotated[
         str, typer.Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")
     ] = "small",
-    context: Annotated[int, typer.Option(min=1, help="Context length in tokens.")] = 512,
-    precision: Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")] = "bf16",
+    context: ContextOption = 512,
+    precision: PrecisionOption = "bf16",
     attention: Annotated[
         Literal["eager", "auto"], typer.Option(help="auto: our FlashAttention.")
     ] = "eager",
@@ -565,14 +571,6 @@ def bench(
     own = frame[frame["implementation"].str.contains("@")]
     if not (own["status"] == "ok").all():
         sys.exit(1)
-
-
-def _slug(device: str) -> str:
-    if device != THIS_DEVICE:
-        return device
-    from labkit.device import detect
-
-    return detect().slug
 
 
 @app.command()

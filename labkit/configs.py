@@ -141,6 +141,16 @@ COMPILE_MODES = ("none", "regional", "whole")
 """none: eager. regional: each block through torch.compile. whole: the model through torch.compile.
 """
 
+STEP_WAYS = ("eager", "compiled", "ours")
+"""Of a planned step. eager: stock PyTorch. compiled: each block. ours: compiled with this package's
+kernels.
+"""
+
+GPU_WAYS = ("ddp", "zero1", "fsdp")
+"""Of a planned step. ddp: every rank holds all. zero1: the optimizer's moments are shared out.
+fsdp: also weights and gradients.
+"""
+
 LAUNCH_BOUND = 0.9
 """Share of the time until work is done above which issuing it sets the pace: the device waits for
 the host.

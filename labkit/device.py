@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit import __version__
-from labkit.configs import ALL_DEVICES
+from labkit.configs import ALL_DEVICES, THIS_DEVICE
 from labkit.monitor import Monitor, cpu_quota, foreign_processes, nvml_handle, open_nvml
 from labkit.records import source_state
 
@@ -111,6 +111,11 @@ def detect() -> Device:
             kind = "mps"
     name = cpu_name()
     return Device(kind, name, f"{kind}-{slugify(name)}")
+
+
+def slug_of(device: str) -> str:
+    """Returns the slug that a user means: this machine's for "this", else `device` itself."""
+    return detect().slug if device == THIS_DEVICE else device
 
 
 def measured_by(notebook: str) -> Device:

@@ -18,7 +18,7 @@ from IPython.display import Markdown
 
 from labkit import notebooks
 from labkit.configs import AUTO_PROFILE, FIGURES, THIS_DEVICE, RequestError
-from labkit.device import detect
+from labkit.device import detect, slug_of
 from labkit.experiments.sweep import Case, Session
 from labkit.records import check_measured
 from labkit.report.chapter import Chapter
@@ -51,7 +51,7 @@ def open_chapter(
         session.run()
         device = session.device.slug
     else:
-        device = detect().slug if device == THIS_DEVICE else device
+        device = slug_of(device)
         try:
             check_measured(device, Path(output or FIGURES))
         except RequestError as error:

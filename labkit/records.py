@@ -407,6 +407,12 @@ def check_measured(device: str, root: Path) -> None:
         )
 
 
+def check_device_folder(folder: Path) -> None:
+    """Raises RequestError where a folder holds no records of a device."""
+    if not any(folder.glob("records/*.jsonl")):
+        raise RequestError(f"{folder} is no folder of a device: it has no records/NN_name.jsonl")
+
+
 def write_bytes_atomic(path: Path, content: bytes) -> Path:
     """Writes a file so that a reader, or a killed run, sees the old content or the new one; returns
     `path`.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.configs import RequestError, model_config
+from labkit.configs import GPU_WAYS, STEP_WAYS, RequestError, model_config
 from labkit.report import plan
 from labkit.report.chapter import chapters_of
 from labkit.report.frame import ok_rows
@@ -54,7 +54,7 @@ def test_predicted_time_is_near_steps_it_was_not_fitted_to(measured):
 
 
 def test_no_term_of_a_fit_speeds_a_step_up(measured):
-    for way in plan.WAYS:
+    for way in STEP_WAYS:
         coefficients = plan.fitted(plan.of_way(measured, way))
         assert min(coefficients.values()) == 0 < max(coefficients.values())
 
@@ -64,7 +64,7 @@ def test_more_takes_more_memory_and_sharing_out_takes_less():
     for more in ({"context": 1024}, {"batch": 8}, {"attention": "eager"}, {"precision": "fp32"}):
         assert plan.memory(replace(SMALL, **more))["in all"] > 0.9 * takes, more
     large = Setting(model_config("2.7b"), num_gpus=4)
-    ways = [plan.memory(replace(large, gpu_way=way))["in all"] for way in plan.GPU_WAYS]
+    ways = [plan.memory(replace(large, gpu_way=way))["in all"] for way in GPU_WAYS]
     assert ways == sorted(ways, reverse=True) and ways[2] < 0.6 * ways[0]
     assert plan.memory(replace(large, recompute="1"))["in all"] < ways[0]
 

@@ -107,8 +107,7 @@ def repeats(differences: pd.DataFrame) -> Figure:
     figure, (axis,) = figures.panels(1, height=2.6)
     for place, kind in enumerate(kinds):
         values = select(differences, kind=kind)["difference"].clip(lower=1e-3).sort_values()
-        # Spread in a fixed order, so that the same records give the same picture.
-        spread = [place + 0.7 * ((number * 0.618) % 1 - 0.5) for number in range(len(values))]
+        spread = figures.spread(place, len(values), 0.7)
         axis.scatter(values, spread, s=6, alpha=0.5, color=figures.SERIES[place], linewidths=0)
     axis.axvline(0.05, color="0.4", linewidth=1, linestyle=":")
     axis.set_xscale("log")

@@ -15,13 +15,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import notebooks
-from labkit.configs import FIGURES, THIS_DEVICE, RequestError
-from labkit.device import slugify
+from labkit.configs import RequestError
+from labkit.device import slug_of, slugify
 from labkit.records import (
     HOST_SECTION,
     SESSION_SECTION,
     Record,
     RecordError,
+    check_device_folder,
     measured_devices,
     write_bytes_atomic,
     write_text_atomic,
@@ -74,16 +75,12 @@ def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Side
     """
     folder = Path(name)
     if folder.is_dir():
+        check_device_folder(folder)
         folder = folder.resolve()
-        if folder.name not in measured_devices(folder.parent):
-            raise RequestError(f"{name} is no folder of a device: it has no records/NN_name.jsonl")
         root = folder.parent
         name = folder.name
-    elif name == THIS_DEVICE:
-        from labkit.device import detect
-
-        name = detect().slug
-    chapters = chapters_of(name, None if root in (None, FIGURES) else root)
+    name = slug_of(name)
+    chapters = chapters_of(name, root)
     return Side(name, {key: one for key, one in chapters.items() if not names or key in names})
 
 
@@ -207,8 +204,7 @@ class Comparison:
                 continue
             columns = values[kind], other_values[kind]
             if kind == MEMORY:
-                exact = base.row["peak_bytes"] / other.row["peak_bytes"]
-                ratio = verdicts.Ratio(exact, exact, exact)
+                ratio = verdicts.exact(base.row["peak_bytes"], other.row["peak_bytes"])
             else:
                 ratio = verdicts.ratio(base.row, other.row, *columns)
             yield {
@@ -248,6 +244,16 @@ def roofs(comparison: Comparison) -> pd.DataFrame:
     return pd.concat([roof, longest]).head(MOST_ROWS)
 
 
+def _label(row: Row) -> str:
+    return f"{row['chapter'][:2]} {row['section']}: {row['case']}, {row['phase']}"
+
+
+def _tally(rows: pd.DataFrame) -> list[str]:
+    """Returns how many rows have which verdict, as "3 ahead"; those that none has are left out."""
+    counts = Counter(rows["verdict"])
+    return [f"{counts[name]} {name}" for name in verdicts.VERDICTS if counts[name]]
+
+
 def shown(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
     """Returns rows of a comparison as a page's table."""
     lines = []
@@ -258,7 +264,7 @@ def shown(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
             unit = "ms a TFLOP" if row["case"].startswith("gemm") else "ms a GB"
         lines.append(
             {
-                "case": f"{row['chapter'][:2]} {row['section']}: {row['case']}, {row['phase']}",
+                "case": _label(row),
                 "kind": f"{row['kind']}, {unit}",
                 comparison.base.name: form(row["base"]),
                 comparison.other.name: form(row["other"]),
@@ -276,7 +282,6 @@ def by_chapter(comparison: Comparison) -> pd.DataFrame:
     """
     lines = []
     for (chapter, kind), rows in comparison.common.groupby(["chapter", "kind"], sort=True):
-        verdict = Counter(rows["verdict"])
         line = {
             "chapter": notebooks.title(chapter),
             "kind": kind,
@@ -284,8 +289,7 @@ def by_chapter(comparison: Comparison) -> pd.DataFrame:
             "median": times(rows["ratio"].median()),
             "least to most": span(rows["ratio"].min(), rows["ratio"].max()),
         }
-        order = (name for name in verdicts.VERDICTS if verdict[name])
-        lines.append(line | {"verdicts": ", ".join(f"{verdict[name]} {name}" for name in order)})
+        lines.append(line | {"verdicts": ", ".join(_tally(rows))})
     return pd.DataFrame(lines)
 
 
@@ -307,10 +311,7 @@ def findings(comparison: Comparison) -> list[str]:
     for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
         rows = select(measured, kind=kind)
         if len(rows):
-            verdict = Counter(rows["verdict"])
-            shares = listing(
-                f"{verdict[name]} {name}" for name in verdicts.VERDICTS if verdict[name]
-            )
+            shares = listing(_tally(rows))
             middle = times(rows["ratio"].median())
             lines.append(
                 f"{kind.capitalize()} times, {count(len(rows), 'row')}: {other} is "
@@ -319,8 +320,8 @@ def findings(comparison: Comparison) -> list[str]:
     device = select(measured, kind=verdicts.DEVICE).sort_values("ratio")
     for words, rows in (("lowest", device.head(1)), ("highest", device.tail(1))):
         for row in rows.to_dict("records"):
-            case = f"{row['chapter'][:2]} {row['section']}: {row['case']}, {row['phase']}"
-            lines.append(f"The {words} ratio of device times is {times(row['ratio'])} ({case}).")
+            ratio = times(row["ratio"])
+            lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
     for name, rows in comparison.single[comparison.single["why"] == "did not fit"].groupby("has"):
         cases = listing(dict.fromkeys(rows["section"] + " " + rows["case"]), MOST_NAMED)
         lines.append(f"{count(len(rows), 'measurement')} fit on {name} alone: {cases}.")
@@ -350,8 +351,7 @@ def figure(comparison: Comparison, chapter: str) -> Figure | None:
     kinds = list(dict.fromkeys(rows["kind"]))
     for place, ((_, kind), values) in enumerate(groups):
         ratios = values["ratio"].sort_values()
-        # Spread in a fixed order, so that the same records give the same picture.
-        spread = [place + 0.6 * ((index * 0.618) % 1 - 0.5) for index in range(len(ratios))]
+        spread = figures.spread(place, len(ratios), 0.6)
         look = {"s": 9, "alpha": 0.6, "color": figures.SERIES[kinds.index(kind)], "linewidths": 0}
         axis.scatter(ratios, spread, **look)
         axis.plot([ratios.median()] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)

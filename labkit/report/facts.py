@@ -193,9 +193,8 @@ def compare_rows(
         # Of times the base is above the line, of bytes the other.
         shown = interval.mid
     else:
-        exact = base[value] / other[value]
-        interval = verdicts.Ratio(exact, exact, exact)
-        shown = 1 / exact
+        interval = verdicts.exact(base[value], other[value])
+        shown = 1 / interval.mid
     ratio = Quantity(shown, "×", mark(base, value) or mark(other, value))
     numbers = {
         "base": quantity(base, value),

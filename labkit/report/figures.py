@@ -246,6 +246,13 @@ def class_bars(
     return figure
 
 
+def spread(place: float, num_rows: int, width: float) -> list[float]:
+    """Returns where `num_rows` dots lie around `place`, so that few cover one another; in a fixed
+    order, so that the same records give the same picture.
+    """
+    return [place + width * ((number * 0.618) % 1 - 0.5) for number in range(num_rows)]
+
+
 def finish(figure: Figure, num_columns: int = 4) -> None:
     """Gives a figure one legend for all panels, below them."""
     handles: dict[str, Artist] = {}

@@ -8,7 +8,7 @@ records. How far it errs on records that it was not fitted to stands beside ever
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from labkit.configs import (
     RequestError,
     model_config,
 )
-from labkit.device import datasheet
+from labkit.device import datasheet, detect
 from labkit.records import measured_devices
 from labkit.report.chapter import Chapters, chapters_of
 from labkit.report.frame import ok_rows
@@ -46,14 +46,6 @@ MORE_WORKSPACE_BYTES = 33 * MIB
 PLANS = ("none", "16", "8", "4", "2", "1")
 """Recomputation that is tried where a step does not fit, the cheapest first."""
 
-WAYS = ("eager", "compiled", "ours")
-"""eager: stock PyTorch. compiled: each block. ours: compiled with this package's kernels."""
-
-GPU_WAYS = ("ddp", "zero1", "fsdp")
-"""ddp: every rank holds all. zero1: the optimizer's moments are shared out. fsdp: also weights and
-gradients.
-"""
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -61,8 +53,8 @@ class Setting:
 
     Attributes:
         precision: "fp32", "tf32" or "bf16" (autocast); attention: "eager", or "fused", which keeps
-            no scores; way: one of WAYS; recompute: as `accounting.checkpoint_plan` takes it.
-        num_gpus, gpu_way: over how many GPUs, and how; the batch is a rank's.
+            no scores; way: one of STEP_WAYS; recompute: as `accounting.checkpoint_plan` takes it.
+        num_gpus, gpu_way: over how many GPUs, and how, one of GPU_WAYS; the batch is a rank's.
     """
 
     config: ModelConfig
@@ -390,14 +382,19 @@ def errors(measured: Sequence[Sample], held_out: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["error", "case"])
 
 
+def _measured_gpus(root: Path) -> Iterator[tuple[str, Chapters, Roofs]]:
+    """Yields the GPUs whose roofs are measured: slug, chapters, roofs."""
+    for device in measured_devices(root):
+        chapters = chapters_of(device, root)
+        roofs = measured_roofs(chapters)
+        if roofs is not None and roofs.memory_bytes:
+            yield device, chapters, roofs
+
+
 def all_samples(root: Path | None = None) -> list[Sample]:
     """Returns the samples of every measured GPU."""
-    root = root or FIGURES
-    found: list[Sample] = []
-    for device in measured_devices(root):
-        if not device.startswith("cpu-") and "x-" not in device[:4]:
-            found += samples(chapters_of(device, None if root == FIGURES else root), device)
-    return found
+    gpus = _measured_gpus(root or FIGURES)
+    return [one for device, chapters, _ in gpus for one in samples(chapters, device)]
 
 
 def of_way(measured: Iterable[Sample], way: str) -> list[Sample]:
@@ -413,8 +410,6 @@ def roofs_of(device: str, root: Path | None = None) -> Roofs:
 
     Raises RequestError for a device that was not measured and has no datasheet.
     """
-    from labkit.device import detect
-
     root = root or FIGURES
     name = device
     if device == THIS_DEVICE:
@@ -422,7 +417,7 @@ def roofs_of(device: str, root: Path | None = None) -> Roofs:
         device = found.slug
         name = found.name
     if device in measured_devices(root):
-        roofs = measured_roofs(chapters_of(device, None if root == FIGURES else root))
+        roofs = measured_roofs(chapters_of(device, root))
         if roofs is not None and roofs.memory_bytes:
             return roofs
     sheet = datasheet(name)
@@ -451,11 +446,9 @@ def roofs_of(device: str, root: Path | None = None) -> Roofs:
 def _reached(root: Path) -> dict[str, float]:
     """Returns the median share of their datasheets that the measured GPUs sustain."""
     shares: dict[str, list[float]] = {}
-    for device in measured_devices(root):
-        chapters = chapters_of(device, None if root == FIGURES else root)
-        roofs = measured_roofs(chapters)
+    for _, chapters, roofs in _measured_gpus(root):
         sheet = datasheet(next(iter(chapters.values())).device_name)
-        if roofs and sheet:
+        if sheet:
             shares.setdefault("copy", []).append(roofs.copy / sheet.memory_gb_per_s / 1e9)
             for precision, rate in roofs.flops.items():
                 shares.setdefault(precision, []).append(rate / sheet.tflops(precision) / 1e12)

@@ -78,6 +78,12 @@ class Ratio(NamedTuple):
         return UNDECIDED
 
 
+def exact(base: float, other: float) -> Ratio:
+    """Returns the ratio of two numbers that are exact, such as bytes: an interval without width."""
+    ratio = base / other
+    return Ratio(ratio, ratio, ratio)
+
+
 def kind_of_time(row: Row, value: str = "median_ms") -> str:
     """Returns the kind of a row's time; raises ValueError for a timer method that has none."""
     if value in KIND_OF_VALUE:

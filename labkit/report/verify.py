@@ -8,8 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.configs import RequestError
-from labkit.records import Record, RecordError, check, read_environment
+from labkit.records import Record, RecordError, check, check_device_folder, read_environment
 from labkit.report import render
 from labkit.report.text import count, listing
 
@@ -34,8 +33,7 @@ def findings(folder: Path) -> list[Finding]:
 
     Raises RequestError where `folder` holds no records.
     """
-    if not list(folder.glob("records/*.jsonl")):
-        raise RequestError(f"{folder} is no folder of a device: it has no records/NN_name.jsonl")
+    check_device_folder(folder)
     try:
         chapters = check(folder)
         environment = read_environment(folder)
