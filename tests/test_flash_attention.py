@@ -36,6 +36,7 @@ from labkit.kernels.flash_attention import (
     splits,
     tiles,
 )
+from labkit.kernels.flash_attention import op as operations
 from labkit.kernels.flash_attention import plan as plans
 from labkit.kernels.flash_attention import triton as triton_kernels
 from labkit.kernels.flash_attention.hopper import forward, one_pass
@@ -149,7 +150,7 @@ def poisoned_outputs():
 
 def mask_of(case: Case) -> dict:
     left, right = op._check_window(case.window, case.causal)
-    return {"scale": op._check_scale(case.scale, case.shape[-1]), "left": left, "right": right}
+    return {"scale": case.scale or 1 / math.sqrt(case.shape[-1]), "left": left, "right": right}
 
 
 class RoundedProducts(TorchDispatchMode):
@@ -552,7 +553,7 @@ def test_tiles_are_those_of_the_tensors_of_a_call():
 
     x, y, other = (torch.zeros((1, 2, 70, 72), dtype=torch.float16) for _ in range(3))
     described = [hopper_tiles.tiles_of(plans.layout_of(z), 64, 16) for z in (x, y)]
-    run = hopper_tiles.tile_launch(Kernel(), (5,), described, (70,), {"BLOCK": 64}, consumers=2)
+    run = hopper_tiles.TileLaunch(Kernel(), (5,), described, (70,), {"BLOCK": 64}, consumers=2)
     run((x, y))
     run((y, other))
     assert [
@@ -585,6 +586,7 @@ def test_tensors_may_come_back_from_hooks_with_another_layout(impl):
 
 def forget_plans() -> None:
     plans._plan_of.cache_clear()
+    operations._PLANS.clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -868,7 +870,7 @@ BAD_VALUES = {
     ),
     "max_seqlen_q must be None without cu_seqlens_q": lambda: call(max_seqlen_q=6),
     "cu_seqlens_q must be given too": lambda: call(shape=PACKED, cu_seqlens_k=cu(0, 10)),
-    "q must be (total, heads, d)": lambda: call(cu_seqlens_q=cu(0, 2)),
+    "q must be (total, heads, d)": lambda: call(cu_seqlens_q=cu(0, 2), cu_seqlens_k=cu(0, 2)),
     "cu_seqlens_q must be of shape": lambda: call_packed(cu(0)),
     "cu_seqlens_q must start at 0; got 1": lambda: call_packed(cu(1, 10)),
     "must be increasing; got 7 and then 4": lambda: call_packed(cu(0, 7, 4, 10)),

@@ -1,7 +1,7 @@
 """What the fused kernels share: how they become PyTorch operators, and what they accept."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import triton
@@ -51,9 +51,7 @@ class Operator:
             self.op.register_autograd(gradients, setup_context=setup_context)
 
     def __call__(self, *arguments):
-        # A launch would drop the tangents of forward mode, and so would the dispatcher.
-        if forward_ad._current_level >= 0:
-            raise NotImplementedError(f"{self.name} has no derivative in forward mode")
+        refuse_forward_mode(self.name)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         if self.mutates or is_watched(tensors):
             return self.op(*arguments)
@@ -71,7 +69,13 @@ class Operator:
             wrap_triton_enabled.value = True
 
 
-def is_watched(tensors: list[Tensor]) -> bool:
+def refuse_forward_mode(name: str) -> None:
+    """Raises where forward mode is on: a launch would drop its tangents, like the dispatcher."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(f"{name} has no derivative in forward mode")
+
+
+def is_watched(tensors: Sequence[Tensor]) -> bool:
     """Returns whether a compiler, a mode, a transform or a subclass of tensors looks at
     operators.
     """

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from labkit.accounting import attention_pairs
-from labkit.kernels.flash_attention.plan import plan_of
+from labkit.kernels.flash_attention.plan import Plan, facts_of, plan_of
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.tiles import (
     IMPLS,
@@ -42,13 +42,20 @@ from labkit.kernels.flash_attention.tiles import (
     listed,
     resolve_impl,
 )
-from labkit.kernels.fused import autocast_dtype, first_order, operator
+from labkit.kernels.fused import (
+    autocast_dtype,
+    first_order,
+    is_watched,
+    operator,
+    refuse_forward_mode,
+)
+from labkit.kernels.launch import REMEMBERED
 
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    """Raises for q, k and v that do not fit together."""
+def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises for what is no tensor with strides."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
@@ -56,6 +63,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             raise ValueError(
                 f"{name} must be neither sparse nor nested; got a tensor of layout {x.layout}"
             )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """Raises for q, k and v that do not fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if packed and x.dim() != 3:
             raise ValueError(
                 f"{name} must be (total, heads, d) with cu_seqlens; got shape {tuple(x.shape)}"
@@ -161,16 +173,15 @@ def _check_window(window, causal: bool) -> tuple[int, int]:
     return left, (0 if right < 0 else min(right, 0)) if causal else right
 
 
-def _check_scale(scale, head_dim: int) -> float:
+def _check_scale(scale) -> None:
     if scale is None:
-        return 1 / math.sqrt(head_dim)
+        return
     if isinstance(scale, bool) or not isinstance(scale, float | int):
         raise TypeError(
             f"scale must be None or a positive finite number; got {type(scale).__name__}"
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be None or a positive finite number; got {scale}")
-    return float(scale)
 
 
 def check_lengths(
@@ -211,7 +222,7 @@ def check_lengths(
             )
 
 
-# ---- operators -----------------------------------------------------------------------------------
+# ---- the plan of a call --------------------------------------------------------------------------
 
 
 def _empty_like_layout(x: Tensor) -> Tensor:
@@ -241,6 +252,78 @@ def _sequences(cu_seqlens_q, cu_seqlens_k, of_queries: tuple, of_keys: tuple, ls
         yield *(x.transpose(0, 1).unsqueeze(0) for x in rows), lse[:, begin_q:end_q].unsqueeze(0)
 
 
+class TiledPlan:
+    """The same in plain PyTorch: what `Plan` does, as impl "tiled"."""
+
+    def __init__(self, scale: float, left: int, right: int):
+        self.mask = {"scale": scale, "left": left, "right": right}
+
+    def forward(self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None) -> tuple[Tensor, Tensor]:
+        out, lse = _empty_outputs(q, cu_seqlens_q is not None)
+        # What no sequence covers.
+        out.zero_()
+        lse.fill_(-math.inf)
+        sequences = _sequences(cu_seqlens_q, cu_seqlens_k, (q, out), (k, v), lse)
+        for q_s, out_s, k_s, v_s, lse_s in sequences:
+            tiled_out, tiled_lse = tiled_attention_forward(q_s, k_s, v_s, **self.mask)
+            out_s.copy_(tiled_out)
+            lse_s.copy_(tiled_lse)
+        return out, lse
+
+    def backward(
+        self, grad_out, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = tuple(_empty_like_layout(x).zero_() for x in (q, k, v))
+        of_queries, of_keys = (grad_out, q, out, grads[0]), (k, v, *grads[1:])
+        for sequence in _sequences(cu_seqlens_q, cu_seqlens_k, of_queries, of_keys, lse):
+            grad_out_s, q_s, out_s, grad_q_s, k_s, v_s, grad_k_s, grad_v_s, lse_s = sequence
+            tiled = tiled_attention_backward(grad_out_s, q_s, k_s, v_s, out_s, lse_s, **self.mask)
+            for grad, tiled_grad in zip((grad_q_s, grad_k_s, grad_v_s), tiled, strict=True):
+                grad.copy_(tiled_grad)
+        return grads
+
+
+_PLANS: dict[tuple, Plan | TiledPlan] = {}
+
+
+def _checked_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float | None,
+    left: int,
+    right: int,
+    precision: str,
+    impl: str,
+) -> Plan | TiledPlan:
+    """Returns what attention of these tensors runs; raises for tensors that do not fit together.
+
+    Both are worked out at the first call of a kind. Later ones find the plan, for checks alone
+    would take the host longer than a launch.
+    """
+    packed = cu_seqlens_q is not None
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k) if packed else (q, k, v)
+    options = (scale, left, right, precision, impl)
+    key = (*map(facts_of, tensors), *options)
+    plan = _PLANS.get(key)
+    if plan is None:
+        _check_tensors(q, k, v, packed)
+        impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
+        if impl == "tiled":
+            plan = TiledPlan(scale or 1 / math.sqrt(q.shape[-1]), left, right)
+        else:
+            plan = plan_of(q, k, v, cu_seqlens_q, cu_seqlens_k, *options[:-1], impl)
+        if len(_PLANS) >= REMEMBERED:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
 @operator("flash_attention", opaque=True)
 def _forward(
     q: Tensor,
@@ -248,7 +331,7 @@ def _forward(
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    scale: float,
+    scale: float | None,
     left: int,
     right: int,
     precision: str,
@@ -256,27 +339,11 @@ def _forward(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:
-    # A kernel does not see the sign of a negated view.
-    q, k, v = (x.resolve_neg() for x in (q, k, v))
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    packed = cu_seqlens_q is not None
-    impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
-    if packed:
+    plan = _checked_plan(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
+    if cu_seqlens_q is not None:
         check_lengths(q, k, *cu_seqlens, max_seqlen_q, max_seqlen_k)
-    if impl != "tiled":
-        plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
-        return plan.forward(q, k, v, *cu_seqlens)
-    out, lse = _empty_outputs(q, packed)
-    # What no sequence covers.
-    out.zero_()
-    lse.fill_(-math.inf)
-    for q_s, out_s, k_s, v_s, lse_s in _sequences(*cu_seqlens, (q, out), (k, v), lse):
-        tiled_out, tiled_lse = tiled_attention_forward(
-            q_s, k_s, v_s, scale=scale, left=left, right=right
-        )
-        out_s.copy_(tiled_out)
-        lse_s.copy_(tiled_lse)
-    return out, lse
+    return plan.forward(q, k, v, *cu_seqlens)
 
 
 @_forward.register_fake
@@ -294,28 +361,15 @@ def _backward(
     cu_seqlens_k: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    scale: float,
+    scale: float | None,
     left: int,
     right: int,
     precision: str,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, q, k, v = (x.resolve_neg() for x in (grad_out, q, k, v))
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    impl = resolve_impl(q, impl, left=left, right=right, packed=cu_seqlens_q is not None)
-    if impl != "tiled":
-        plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
-        return plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
-    grads = [_empty_like_layout(x).zero_() for x in (q, k, v)]
-    of_queries, of_keys = (grad_out, q, out, grads[0]), (k, v, *grads[1:])
-    for sequence in _sequences(*cu_seqlens, of_queries, of_keys, lse):
-        grad_out_s, q_s, out_s, grad_q_s, k_s, v_s, grad_k_s, grad_v_s, lse_s = sequence
-        tiled = tiled_attention_backward(
-            grad_out_s, q_s, k_s, v_s, out_s, lse_s, scale=scale, left=left, right=right
-        )
-        for grad, tiled_grad in zip((grad_q_s, grad_k_s, grad_v_s), tiled, strict=True):
-            grad.copy_(tiled_grad)
-    return tuple(grads)
+    plan = _checked_plan(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
+    return plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
 
 
 @_backward.register_fake
@@ -330,7 +384,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad_out: Tensor, _grad_lse):
-    return *_backward(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * 9
+    return *_backward.op(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * 9
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -415,23 +469,54 @@ def flash_attention(
 
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
     """
-    dtype = autocast_dtype(q) if isinstance(q, Tensor) else None
+    _check_kinds(q, k, v)
+    dtype = autocast_dtype(q)
     if dtype is not None:
-        q, k, v = (
-            x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x
-            for x in (q, k, v)
-        )
-    _check_tensors(q, k, v, packed=cu_seqlens_q is not None or cu_seqlens_k is not None)
-    check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        q, k, v = (x.to(dtype) if x.dtype in TRITON_DTYPES else x for x in (q, k, v))
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    check_packing(q, *cu_seqlens, *longest)
     left, right = _check_window(window, causal)
-    scale = _check_scale(scale, q.shape[-1])
+    _check_scale(scale)
     for name, value, accepted in (("impl", impl, IMPLS), ("precision", precision, PRECISIONS)):
         if value not in accepted:
             raise ValueError(f"{name} must be one of {listed(accepted)}; got {value!r}")
+    refuse_forward_mode("flash_attention")
+    options = (scale, left, right, precision, impl)
     # The meta device has no memory to launch on: its tensors are shown to the operator.
-    attend = _forward.op if q.is_meta else _forward
-    options = (scale, left, right, precision, impl, max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)[0]
+    if is_watched((q, k, v)) or q.is_meta:
+        _check_tensors(q, k, v, packed)
+        return _forward.op(q, k, v, *cu_seqlens, *options, *longest)[0]
+    plan = _checked_plan(q, k, v, *cu_seqlens, *options)
+    if packed:
+        check_lengths(q, k, *cu_seqlens, *longest)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _EagerAttention.apply(plan, options, q, k, v, *(cu_seqlens if packed else ()))
+    return plan.forward(q, k, v, *cu_seqlens)[0]
+
+
+class _EagerAttention(torch.autograd.Function):
+    """A plan past PyTorch's dispatcher, which takes longer than a launch."""
+
+    @staticmethod
+    def forward(ctx, plan, options, q, k, v, *cu_seqlens) -> Tensor:
+        out, lse = plan.forward(q, k, v, *cu_seqlens)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens)
+        return out
+
+    @staticmethod
+    @first_order("flash_attention")
+    def backward(ctx, grad_out: Tensor):
+        q, k, v, out, lse, *cu_seqlens = ctx.saved_tensors
+        inputs = (q, k, v, *(cu_seqlens or (None, None)))
+        if is_watched((grad_out, q, k, v)):
+            grads = _backward.op(grad_out, *inputs, out, lse, *ctx.options)
+        else:
+            # Hooks on saved tensors may have laid them out anew.
+            plan = _checked_plan(*inputs, *ctx.options)
+            grads = plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
+        return None, None, *grads, *(None for _ in cu_seqlens)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -447,15 +532,12 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        _check_tensors(q, k, v, packed=False)
-        ctx.options = (q.shape[-1] ** -0.5, -1, 0 if is_causal else -1, "auto", "triton")
-        out, lse = _forward.run((q, k, v, None, None, *ctx.options, None, None))
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        _check_kinds(q, k, v)
+        options = (None, -1, 0 if is_causal else -1, "auto", "triton")
+        plan = _checked_plan(q, k, v, None, None, *options)
+        return _EagerAttention.forward(ctx, plan, options, q, k, v)
 
     @staticmethod
-    @first_order("flash_attention")
     def backward(ctx, grad_out: Tensor):
-        q, k, v, out, lse = ctx.saved_tensors
-        arguments = (grad_out, q, k, v, None, None, out, lse, *ctx.options)
-        return *_backward.run(arguments), None
+        _, _, *grads = _EagerAttention.backward(ctx, grad_out)
+        return *grads, None

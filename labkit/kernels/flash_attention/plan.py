@@ -9,7 +9,7 @@ Shape suffixes: B batch, H query heads, S length, D head dimension.
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ FAR_APART = 2**23
 
 class Layout(NamedTuple):
     """What a launch depends on of a tensor: all but its address, of which whether it is a multiple
-    of 16 bytes.
+    of 16 bytes; and whether it is a view whose numbers PyTorch negates when they are read.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +62,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     on_boundary: bool
+    is_negated: bool = False
 
     def as_4d(self, packed: bool) -> "Layout":
         """(B, S, D) as (B, 1, S, D), and a packed (total, H, D) as (1, H, total, D), its batch
@@ -88,21 +89,26 @@ class Layout(NamedTuple):
         if len(self.shape) == 4 and self.strides[1] < self.strides[2]:
             _, heads, length, head_dim = self.shape
             strides = (length * heads * head_dim, head_dim, heads * head_dim, 1)
-            return self._replace(strides=strides, on_boundary=True)
+            return self._replace(strides=strides, on_boundary=True, is_negated=False)
         return self.contiguous()
 
     def contiguous(self) -> "Layout":
         """What `Tensor.contiguous` copies to."""
         strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        return self._replace(strides=strides, on_boundary=True)
+        return self._replace(strides=strides, on_boundary=True, is_negated=False)
 
     def empty(self) -> Tensor:
         """Returns room for a dense layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
+def facts_of(x: Tensor) -> tuple:
+    """Returns the fields of a tensor's layout, which a plain tuple holds in half the time."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, x.is_neg()
+
+
 def layout_of(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+    return Layout(*facts_of(x))
 
 
 def alignment_of(*layouts: Layout) -> int:
@@ -422,14 +428,15 @@ def _triton_backward(
 
 def _is_copied(call: Call, x: Layout) -> bool:
     """Whether the kernels read a dense copy of an input: its columns lie apart, or its rows too
-    far, or they start off 16-byte boundaries without need; TMA also wants distances to be positive.
+    far, or they start off 16-byte boundaries without need, or are negated; TMA also wants distances
+    to be positive.
     """
     elements = 16 // x.dtype.itemsize
     off_boundaries = x.shape[-1] % elements == 0 and alignment_of(x) == 1
     row_stride = x.as_4d(call.packed).strides[2]
     is_apart = x.strides[-1] != 1 or row_stride >= FAR_APART
     is_expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.strides, strict=True))
-    return is_apart or off_boundaries or (call.impl == "gluon" and is_expanded)
+    return is_apart or off_boundaries or x.is_negated or (call.impl == "gluon" and is_expanded)
 
 
 class Inputs:
@@ -442,10 +449,12 @@ class Inputs:
         )
         self.layouts = tuple(x.as_4d(call.packed) for x in read)
 
-    def read(self, *tensors: Tensor) -> list[Tensor]:
+    def read(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Returns the tensors, or copies; `contiguous` would return a dense one off a boundary as
         it is.
         """
+        if not any(self.copied):
+            return tensors
         return [
             x.clone(memory_format=torch.contiguous_format) if copied else x
             for x, copied in zip(tensors, self.copied, strict=True)
@@ -477,7 +486,9 @@ class Plan:
         self.inputs = Inputs(self.call, call.q, call.k, call.v)
         self.out = call.q.dense()
         out = self.out.as_4d(call.packed)
-        self.lse_shape = out.shape[1:3] if call.packed else self.out.shape[:-1]
+        lse_shape = out.shape[1:3] if call.packed else self.out.shape[:-1]
+        self.lse = self.out._replace(shape=lse_shape, dtype=torch.float32).contiguous()
+        self.grads = tuple(x.dense() for x in call[:3])
         if call.impl == "gluon":
             self.write_outputs = self._gluon("forward", *self.inputs.layouts, out)
         else:
@@ -501,7 +512,7 @@ class Plan:
         The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch.
         """
         out = self.out.empty()
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
+        lse = self.lse.empty()
         with _on_device_of(q):
             read = self.inputs.read(q, k, v)
             self.write_outputs(read, out, lse, (cu_seqlens_q, cu_seqlens_k))
@@ -509,19 +520,20 @@ class Plan:
 
     def _plan_backward(
         self, grad_out: Layout, out: Layout
-    ) -> tuple[Inputs, tuple[int, ...], Launch, Callable[..., None]]:
-        """Returns the inputs, the shape of the row statistics, what writes these, and what writes
-        the gradients.
+    ) -> tuple[Inputs, Layout, Launch, Callable[..., None]]:
+        """Returns the inputs, the layout of one of the row statistics, what writes both, and what
+        writes the gradients.
         """
         call = self.call
         inputs = Inputs(call, call.q, call.k, call.v, grad_out, out)
         *read, out = inputs.layouts
-        grads = tuple(x.dense().as_4d(call.packed) for x in call[:3])
+        grads = tuple(x.as_4d(call.packed) for x in self.grads)
         num_batches, num_heads, _, num_queries, _, _ = call.sizes
         # The statistics of a packed batch are one set.
         num_sets = 1 if call.packed else num_batches
         num_tiles = call.num_tiles(num_queries, STATISTICS_PADDING)
         num_rows = num_tiles // num_sets * STATISTICS_PADDING
+        statistics = self.lse._replace(shape=(num_sets, num_heads, num_rows)).contiguous()
         strides = (0 if call.packed else num_heads * num_rows, num_rows, 1)
         if call.impl == "gluon":
             q, k, *_ = read
@@ -530,7 +542,7 @@ class Plan:
         else:
             run = _triton_backward(call, tuple(read), grads, strides)
         delta = _delta_launch(call, out, read[3], strides)
-        return inputs, (2, num_sets, num_heads, num_rows), delta, run
+        return inputs, statistics, delta, run
 
     def backward(
         self,
@@ -545,14 +557,14 @@ class Plan:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of q, k and v, shaped as they are."""
         # A kernel also depends on whether the log-sum-exp starts on a boundary.
-        key = (layout_of(grad_out), layout_of(out), layout_of(lse))
+        key = (facts_of(grad_out), facts_of(out), facts_of(lse))
         planned = self.launched_backward.get(key)
         if planned is None:
-            planned = self.launched_backward[key] = self._plan_backward(*key[:2])
-        inputs, statistics_shape, write_statistics, run = planned
-        grads = tuple(x.dense().empty() for x in self.call[:3])
-        statistics = torch.empty(statistics_shape, dtype=torch.float32, device=q.device)
-        delta, lse_log2 = statistics.unbind()
+            layouts = (Layout(*facts) for facts in key[:2])
+            planned = self.launched_backward[key] = self._plan_backward(*layouts)
+        inputs, statistics, write_statistics, run = planned
+        grads = tuple(x.empty() for x in self.grads)
+        delta, lse_log2 = statistics.empty(), statistics.empty()
         with _on_device_of(q):
             *read, out = inputs.read(q, k, v, grad_out, out)
             write_statistics(out, read[3], lse.contiguous(), delta, lse_log2, cu_seqlens_q)

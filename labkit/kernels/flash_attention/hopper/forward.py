@@ -45,6 +45,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     PRODUCER_REGISTERS,
     ROWS,
     TAILS,
+    TileLaunch,
     Value,
     accumulator,
     accumulators,
@@ -58,7 +59,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     queue,
     ring,
     shared_by_warps,
-    tile_launch,
     tiles_of,
     times_transposed,
     to_low,
@@ -539,7 +539,7 @@ def plan(
     }
     tensors = ((q, ROWS), (k, block_k), (v, block_k), (out, ROWS))
     described = [tiles_of(x, num_rows, tail) for x, num_rows in tensors]
-    launch = tile_launch(
+    launch = TileLaunch(
         hopper_fwd_kernel, (num_programs,), described, numbers, constants, consumers
     )
     combine = combine_launch(out.shape, out.strides, num_splits) if num_splits > 1 else None

@@ -68,6 +68,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    TileLaunch,
     Value,
     accumulator,
     async_store,
@@ -84,7 +85,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     room,
     rows_of,
     shared_by_warps,
-    tile_launch,
     tiles_of,
     times_transposed,
 )
@@ -708,7 +708,7 @@ def plan(
         "EVEN_K": causal or num_keys % BLOCK_K.value == 0,
         **SINGLE[head_dim],
     }
-    launch = tile_launch(
+    launch = TileLaunch(
         hopper_bwd_single_kernel,
         (min(num_work_tiles, programs),),
         described,

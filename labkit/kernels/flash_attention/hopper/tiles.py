@@ -10,7 +10,9 @@ settled here, and `not_loading` of ../tiles.py says whether the kernels load wit
 one.
 """
 
+import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 
@@ -29,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.launch import Launch
+from labkit.kernels.launch import Launch, is_hooked, unhooked
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -372,29 +374,58 @@ def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
     return described_as((num_elements,), (1,), torch.float32, (num_rows,), fp32_layout(1))
 
 
-def tile_launch(
-    kernel,
-    grid: tuple[int, ...],
-    tiles: list[tuple],
-    numbers: tuple,
-    constants: dict,
-    consumers: int,
-) -> Callable[..., None]:
-    """Returns what launches a kernel whose first parameters are tiles: run(tensors, *others).
+MOST_MAPS = 16384  # that a launch keeps
 
-    `tiles`: of each of those tensors, the descriptions that the kernel takes.
+
+class TileLaunch:
+    """The launch of a kernel whose first parameters are tiles: called with the tensors, then with
+    what follows.
+
+    Tiles are described to the device by tensor maps, up to 14 a launch, which Triton encodes anew
+    in every call. Of a fixed layout a map depends on the address alone: those of addresses seen are
+    kept.
     """
-    launch = Launch(kernel, grid, constants | launch_options(consumers), numbers)
 
-    def run(tensors: Sequence[Tensor], *others) -> None:
-        placed = [
-            _placed(description, x)
-            for x, descriptions in zip(tensors, tiles, strict=True)
+    def __init__(
+        self,
+        kernel,
+        grid: tuple[int, ...],
+        tiles: list[tuple],
+        numbers: tuple,
+        constants: dict,
+        consumers: int,
+    ):
+        """`tiles`: of each of those tensors, the descriptions that the kernel takes."""
+        self.launch = Launch(kernel, grid, constants | launch_options(consumers), numbers)
+        self.tiles = [
+            (place, description)
+            for place, descriptions in enumerate(tiles)
             for description in descriptions
         ]
-        launch(*placed, *others)
+        self.run_encoded = self.encode = None
+        self.maps: dict[tuple[int, int], list] = {}
 
-    return run
+    def __call__(self, tensors: Sequence[Tensor], *others) -> None:
+        if self.encode is None or is_hooked():
+            self.launch(*(_placed(tiles, tensors[place]) for place, tiles in self.tiles), *others)
+            if self.launch.compiled is not None and self.run_encoded is None:
+                self.run_encoded, self.encode = _encoded(self.launch)
+            return
+        addresses = [x.data_ptr() for x in tensors]
+        arguments = []
+        number = 0
+        for place, tiles in self.tiles:
+            if tiles is None:
+                arguments.append(None)
+                continue
+            address = addresses[place]
+            if (number, address) not in self.maps:
+                if len(self.maps) >= MOST_MAPS:
+                    self.maps.clear()
+                self.maps[number, address] = self.encode(number, _placed(tiles, tensors[place]))
+            arguments += self.maps[number, address]
+            number += 1
+        self.run_encoded(*arguments, *others, *self.launch.last)
 
 
 def _placed(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
@@ -406,3 +437,28 @@ def _placed(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | Non
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(tiles.__dict__, base=x)
     return descriptor
+
+
+def _encoded(launch: Launch) -> tuple[Callable[..., None], Callable | None]:
+    """Returns what runs a compiled kernel on encoded tiles, and what encodes tiles, by their number
+    among all: encode(number, tiles).
+
+    Triton 3.6 to 3.9 keep both in the function that it launches with. Elsewhere the second is None:
+    tiles are then encoded in every call.
+    """
+    run = launch.compiled.run
+    try:
+        variables = inspect.getclosurevars(run.launch)
+        names = {**variables.globals, **variables.nonlocals}
+        launcher = names["launcher"]
+        encode = names["make_tensordesc_arg"]
+        facts = names["tensordesc_meta"]
+        unused = (None,) * (encode.__code__.co_argcount - 2)
+    except (AttributeError, KeyError, TypeError):
+        return launch.run, None
+    if not facts or None in facts:
+        return launch.run, None
+    plain = copy.copy(run)
+    plain.launch = launcher
+    run_encoded = unhooked(launch.compiled, launch.grid, plain)
+    return run_encoded, lambda number, tiles: encode(tiles, facts[number], *unused)

@@ -40,6 +40,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     PRODUCER_REGISTERS,
     ROWS,
     TAILS,
+    TileLaunch,
     Value,
     accumulator,
     accumulators,
@@ -52,7 +53,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     ring,
     rows_of,
     shared_by_warps,
-    tile_launch,
     tiles_of,
     times_transposed,
     to_low,
@@ -446,7 +446,7 @@ def plan(
             grid = (min(total, num_multiprocessors(device_index)),)
         lengths = (own_heads, group, num_queries, num_keys, padded_queries)
         numbers = (total, *lengths, scale * LOG2_E)
-        return tile_launch(hopper_bwd_kernel, grid, described, numbers, constants, 2)
+        return TileLaunch(hopper_bwd_kernel, grid, described, numbers, constants, 2)
 
     grad_q, grad_k, grad_v = grads
     dkdv = launch(k, q, [k, v, q, grad_out, grad_k, grad_v], own_keys=True)
