@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.launch import Launch, is_hooked, unhooked
+from labkit.kernels.launch import REMEMBERED, Launch, is_hooked, unhooked
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -374,16 +374,13 @@ def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
     return described_as((num_elements,), (1,), torch.float32, (num_rows,), fp32_layout(1))
 
 
-MOST_MAPS = 16384  # that a launch keeps
-
-
 class TileLaunch:
     """The launch of a kernel whose first parameters are tiles: called with the tensors, then with
     what follows.
 
     Tiles are described to the device by tensor maps, up to 14 a launch, which Triton encodes anew
-    in every call. Of a fixed layout a map depends on the address alone: those of addresses seen are
-    kept.
+    in every call. Of fixed layouts they depend on the addresses alone, which recur from step to
+    step: the maps of those seen are kept.
     """
 
     def __init__(
@@ -397,35 +394,30 @@ class TileLaunch:
     ):
         """`tiles`: of each of those tensors, the descriptions that the kernel takes."""
         self.launch = Launch(kernel, grid, constants | launch_options(consumers), numbers)
-        self.tiles = [
-            (place, description)
-            for place, descriptions in enumerate(tiles)
-            for description in descriptions
-        ]
+        self.tiles = tiles
         self.run_encoded = self.encode = None
-        self.maps: dict[tuple[int, int], list] = {}
+        self.maps: dict[tuple[int, ...], list] = {}
 
     def __call__(self, tensors: Sequence[Tensor], *others) -> None:
         if self.encode is None or is_hooked():
-            self.launch(*(_placed(tiles, tensors[place]) for place, tiles in self.tiles), *others)
+            self.launch(*self._placed(tensors), *others)
             if self.launch.compiled is not None and self.run_encoded is None:
                 self.run_encoded, self.encode = _encoded(self.launch)
             return
-        addresses = [x.data_ptr() for x in tensors]
-        arguments = []
-        number = 0
-        for place, tiles in self.tiles:
-            if tiles is None:
-                arguments.append(None)
-                continue
-            address = addresses[place]
-            if (number, address) not in self.maps:
-                if len(self.maps) >= MOST_MAPS:
-                    self.maps.clear()
-                self.maps[number, address] = self.encode(number, _placed(tiles, tensors[place]))
-            arguments += self.maps[number, address]
-            number += 1
-        self.run_encoded(*arguments, *others, *self.launch.last)
+        addresses = tuple([x.data_ptr() for x in tensors])
+        maps = self.maps.get(addresses)
+        if maps is None:
+            if len(self.maps) >= REMEMBERED:
+                self.maps.clear()
+            maps = self.maps[addresses] = self.encode(self._placed(tensors))
+        self.run_encoded(*maps, *others, *self.launch.last)
+
+    def _placed(self, tensors: Sequence[Tensor]) -> list[TensorDescriptor | None]:
+        return [
+            _placed(description, x)
+            for x, descriptions in zip(tensors, self.tiles, strict=True)
+            for description in descriptions
+        ]
 
 
 def _placed(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
@@ -439,9 +431,8 @@ def _placed(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | Non
     return descriptor
 
 
-def _encoded(launch: Launch) -> tuple[Callable[..., None], Callable | None]:
-    """Returns what runs a compiled kernel on encoded tiles, and what encodes tiles, by their number
-    among all: encode(number, tiles).
+def _encoded(launch: Launch) -> tuple[Callable[..., None], Callable[[list], list] | None]:
+    """Returns what runs a compiled kernel on encoded tiles, and what encodes them.
 
     Triton 3.6 to 3.9 keep both in the function that it launches with. Elsewhere the second is None:
     tiles are then encoded in every call.
@@ -451,14 +442,21 @@ def _encoded(launch: Launch) -> tuple[Callable[..., None], Callable | None]:
         variables = inspect.getclosurevars(run.launch)
         names = {**variables.globals, **variables.nonlocals}
         launcher = names["launcher"]
-        encode = names["make_tensordesc_arg"]
+        encode_tile = names["make_tensordesc_arg"]
         facts = names["tensordesc_meta"]
-        unused = (None,) * (encode.__code__.co_argcount - 2)
+        unused = (None,) * (encode_tile.__code__.co_argcount - 2)
     except (AttributeError, KeyError, TypeError):
         return launch.run, None
     if not facts or None in facts:
         return launch.run, None
     plain = copy.copy(run)
     plain.launch = launcher
-    run_encoded = unhooked(launch.compiled, launch.grid, plain)
-    return run_encoded, lambda number, tiles: encode(tiles, facts[number], *unused)
+
+    def encode(placed: list[TensorDescriptor | None]) -> list:
+        arguments = []
+        remaining = iter(facts)
+        for tiles in placed:
+            arguments += (None,) if tiles is None else encode_tile(tiles, next(remaining), *unused)
+        return arguments
+
+    return unhooked(launch.compiled, launch.grid, plain), encode
