@@ -566,6 +566,32 @@ def test_tiles_are_those_of_the_tensors_of_a_call():
     ]
 
 
+def test_tensor_maps_are_kept_by_the_addresses_of_a_call():
+    launched, encoded, tensordesc_meta = [], [], [{}]
+
+    def launcher(*arguments):
+        launched.append(arguments)
+
+    def make_tensordesc_arg(tiles, _facts):
+        encoded.append(tiles.base)
+        return [tiles.base.data_ptr()]
+
+    def launch():  # holds what Triton's holds
+        return launcher, make_tensordesc_arg, tensordesc_meta
+
+    x, y = (torch.zeros((1, 2, 70, 64), dtype=torch.float16) for _ in range(2))
+    described = [hopper_tiles.tiles_of(plans.layout_of(x), 64, 0), (None, None)]
+    kernel = types.SimpleNamespace(arg_names=())
+    run = hopper_tiles.TileLaunch(kernel, (5,), described, (70,), {}, consumers=2)
+    run.launch.compiled = types.SimpleNamespace(run=types.SimpleNamespace(launch=launch))
+    with mock.patch.object(hopper_tiles, "unhooked", lambda _compiled, _grid, run: run.launch):
+        run.run_encoded, run.encode = hopper_tiles._encoded(run.launch)
+    for tensor in (x, y, x):
+        run((tensor, None), 1)  # as where one gradient is left out
+    assert launched == [(z.data_ptr(), None, None, None, 1, 70) for z in (x, y, x)]
+    assert [z is w for z, w in zip(encoded, (x, y), strict=True)] == [True, True]
+
+
 @pytest.mark.parametrize("impl", ["triton", "tiled"])
 @runs_interpreted
 def test_tensors_may_come_back_from_hooks_with_another_layout(impl):

@@ -396,15 +396,15 @@ class TileLaunch:
         self.launch = Launch(kernel, grid, constants | launch_options(consumers), numbers)
         self.tiles = tiles
         self.run_encoded = self.encode = None
-        self.maps: dict[tuple[int, ...], list] = {}
+        self.maps: dict[tuple[int | None, ...], list] = {}
 
-    def __call__(self, tensors: Sequence[Tensor], *others) -> None:
+    def __call__(self, tensors: Sequence[Tensor | None], *others) -> None:
         if self.encode is None or is_hooked():
             self.launch(*self._placed(tensors), *others)
             if self.launch.compiled is not None and self.run_encoded is None:
                 self.run_encoded, self.encode = _encoded(self.launch)
             return
-        addresses = tuple([x.data_ptr() for x in tensors])
+        addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
         maps = self.maps.get(addresses)
         if maps is None:
             if len(self.maps) >= REMEMBERED:
