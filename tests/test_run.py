@@ -135,15 +135,17 @@ def test_a_rehearsal_runs_what_compiles_and_drops_what_it_measured(tmp_path, mon
         make_case("a", log, compiles=True),
         make_case("b", log, "exit", "second", compiles=True),
         make_case("c", log),
+        make_case("d", log, "skip", "first", compiles=True),
     ]
     session = open_session(tmp_path / "out", plan)
     sweep.rehearse([session])
     rehearsed = steps_of(log)
-    assert {name for name, _ in rehearsed} == {"a", "b"}
+    assert {name for name, _ in rehearsed} == {"a", "b", "d"}
+    assert ("d", "third") in rehearsed  # after the phase that is skipped
     assert rehearsed.count(("a", "third")) == 1 and ("b", "second") in rehearsed
     assert session.store.load() == [] and session.pending() == plan
     output, errors = capfd.readouterr()
-    assert output == "" and errors == "Compiling what 2 cases need, 2 at a time\n"
+    assert output == "" and errors == "Compiling what 3 cases need, 2 at a time\n"
     # One case alone compiles where it is measured.
     sweep.rehearse([open_session(tmp_path / "one", plan[:1])])
     assert steps_of(log) == rehearsed

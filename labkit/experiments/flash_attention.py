@@ -74,8 +74,9 @@ def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Cas
     for precision, impls in grid.memory_impls.items():
         for impl, length in itertools.product(impls, grid.memory_lengths):
             shape = _shape(Rivalry(1, 1, length, grid.memory_d_head, True), precision)
+            parameters = {**shape, "impl": impl}
             phases = ("forward", "forward_backward")
-            narrowable.append(Case("memory", {**shape, "impl": impl}, phases, **timeout))
+            narrowable.append(Case("memory", parameters, phases, **timeout, compiles=True))
     for case in narrowable:
         p = case.parameters
         if (not lengths or p["length"] in lengths) and (not d_heads or p["d_head"] in d_heads):

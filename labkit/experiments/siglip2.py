@@ -70,6 +70,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
     planned = ceiling_cases((dtype,), limit)
     for workload, ways in grid.ways.items():
+        if not ways:
+            continue
         parameters = {**batch, "workload": workload}
         planned.append(Case("floor", parameters, PASSES, sustained=PASSES, **limits))
         # Each in a process of its own: what is compiled for one is not there for the next, nor is
