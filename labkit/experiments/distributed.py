@@ -11,6 +11,7 @@ same processes, so that their ratios are of one machine at one time.
 
 import functools
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,13 +33,17 @@ from labkit.parallel.launch import RankError, launch
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
 
 DEFAULTS = ("nccl", "gloo")
 """Transports that are a backend as it comes, measured in all dtypes."""
 
-OPERATIONS_OF = {"copy": ("all_gather", "reduce_scatter"), "zero_cta": ("all_gather",)}
+COPIED = ("all_gather", "reduce_scatter")
+OPERATIONS_OF = {"copy": COPIED, "low_contention": COPIED, "zero_cta": ("all_gather",)}
 """Of transports that do not have all operations."""
+
+OF_GPUS = ("copy", "blocks")
+"""How the names of ways end that need GPUs."""
 
 LARGEST_DEVIATION = {"fp32": 1e-3, "bf16": 0.05}
 """How far the loss after the warm-up's steps may be from the naive wrapper's, as a share of how far
@@ -69,20 +74,23 @@ def cases(
         parameters = {"world_size": world_size, "transport": transport}
         # A transport that fails here would fail for every phase, each in a launch of its own.
         planned.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
-    for size in sizes or grid.sizes:
-        for precision, compile, batch, ways in grid.steps:
+    for size, (precision, compile, batch, ways) in itertools.product(
+        sizes or grid.sizes, grid.steps
+    ):
+        # How a step scales is asked of every number of ranks, all else of the most.
+        for world_size in here if ways == "scaling" else here[-1:]:
             parameters = {
                 "size": size,
                 "context": grid.context,
                 "precision": precision,
                 "compile": compile,
                 # A negative batch is that of all ranks together.
-                "batch": batch if batch > 0 else max(1, -batch // here[-1]),
-                "world_size": here[-1],
+                "batch": batch if batch > 0 else max(1, -batch // world_size),
+                "world_size": world_size,
             }
-            # Without GPUs there are no copy engines.
             phases = tuple(way for way in WAYS if way in grid.ways[ways])
-            phases = tuple(way for way in phases if is_cuda or not way.endswith("copy"))
+            # Without GPUs there are no copy engines, and no thread blocks.
+            phases = tuple(way for way in phases if is_cuda or not way.endswith(OF_GPUS))
             planned.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
     return planned
 
@@ -175,8 +183,8 @@ def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> 
 
 
 def _step(case: Case, ranks: Seen) -> Measured:
-    """Returns the record of one way: times and memory of the rank that took most, profile of the
-    same rank.
+    """Returns the record of one way: times and memory of the rank that took most, the parts of a
+    step as the ranks' mean.
     """
     first = ranks[0]
     alone, naive = first["losses"]["alone"], first["losses"]["naive"]
@@ -190,10 +198,13 @@ def _step(case: Case, ranks: Seen) -> Measured:
     slowest = tuple(map(max, zip(*(rank["samples_ms"] for rank in ranks), strict=True)))
     timing = Timing(slowest, "window", NUM_WARMUP + 1, "time limit")
     metrics = {**timing.metrics(), "loss": first["loss"], "loss_deviation": deviation}
-    for part in ("memory", "profile"):
-        metrics |= {name: max(rank[part][name] for rank in ranks) for name in first[part]}
+    metrics |= {name: max(rank["memory"][name] for rank in ranks) for name in first["memory"]}
     if first["profile"]:
-        compute_us = [rank["profile"]["compute_us"] for rank in ranks]
+        profiles = [rank["profile"] for rank in ranks]
+        for part in first["profile"]:
+            # One rank's wait is another's work, so only means add up to a step.
+            metrics[f"{part}_us"] = statistics.mean(parts[part] for parts in profiles)
+        compute_us = [parts["compute"] for parts in profiles]
         metrics["imbalance_us"] = max(compute_us) - min(compute_us)
     samples = {"step_ms": list(slowest)}
     starts = [times[0] for rank in ranks for times in rank["spans"].values() if times]
