@@ -350,7 +350,7 @@ def check_an_average_sent_in_16_bits_is_rounded_twice_whatever_the_number_of_ran
     collectives.average_in(torch.bfloat16, average)
     collectives.check_ranks_agree([average.tolist()])
     error = (average - values.mean(0)).abs()
-    assert 0 < error.max() and (error <= 2**-8 * values.abs().amax(0)).all()
+    assert 0 < error.max() and (error <= 2**-7 * values.abs().amax(0)).all()
 
 
 # ---- the sharded optimizer -----------------------------------------------------------------------

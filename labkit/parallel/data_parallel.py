@@ -379,7 +379,7 @@ class BucketedDataParallel(_DataParallel):
     A parameter larger than that has a bucket of its own. With `transport` "copy" no multiprocessor
     but for the additions communicates: copy engines move buckets that lie in symmetric memory; with
     "ctas_N" NCCL takes at most N thread blocks (both on NCCL's GPUs only). With `sent_as`
-    torch.bfloat16 half the bytes travel and sums stay in fp32: a gradient is off by at most 2⁻⁸ of
+    torch.bfloat16 half the bytes travel and sums stay in fp32: a gradient is off by at most 2⁻⁷ of
     the ranks' largest.
 
     Raises ValueError for a size of 0 and below, another transport, or a copy in another dtype.
