@@ -1,12 +1,14 @@
-"""The parts of a step against a rank alone, from traces made by hand; parallel_ranks has one of
-sleeps.
-"""
+"""The parts of a step against a rank alone: from traces made by hand, and of a step that pauses."""
 
 import math
+import time
 
 import pandas as pd
 import pytest
+import torch
+import torch.distributed as dist
 
+from labkit.experiments import shared_step
 from labkit.experiments.split import PARTS, split, steps_of, transport
 from labkit.measure.profiling import Trace
 
@@ -17,9 +19,9 @@ LATER = ("multi_tensor_adam", 25, 35), ("gemm", 35, 45)
 
 
 def traced(rows, length=40):
-    """Three steps of `rows`, (name, begin, end, kind) in ms, of which the last ends the window."""
+    """Four steps of `rows`, (name, begin, end, kind) in ms."""
     launches = []
-    for step in range(3):
+    for step in range(4):
         for name, begin, end, *kind in rows:
             times = [(step * length + at) * MS for at in (begin, end)]
             launches.append(
@@ -27,7 +29,7 @@ def traced(rows, length=40):
                 | {"start_ns": times[0], "end_ns": times[1], "duration_ns": times[1] - times[0]}
                 | {"launched_ns": step * length * MS, "blocks": math.nan if kind else 24}
             )
-    begins = [step * length * MS for step in range(3)]
+    begins = [step * length * MS for step in range(4)]
     ranges = pd.DataFrame({"name": "step", "start_ns": begins, "end_ns": begins})
     return steps_of(Trace("kineto", "", pd.DataFrame(launches), ranges, 0))
 
@@ -65,3 +67,63 @@ def test_the_transport_is_read_off_the_trace():
         {"name": "ncclDevKernel_AllReduce_Sum_f32_RING", "blocks": 24, "launches": 1, "us": 10_000},
         {"name": "Memcpy DtoD", "blocks": None, "launches": 1, "us": 5000},
     ]
+
+
+PAUSE_S = 0.005
+
+
+@torch.library.custom_op("labkit_tests::pause", mutates_args=())
+def pause(x: torch.Tensor, seconds: float) -> torch.Tensor:
+    time.sleep(seconds)
+    return x.clone()
+
+
+@pytest.fixture
+def step():
+    """A step on gloo, of a rank that waits for no other."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    case = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "batch": 1}
+    yield shared_step.SharedStep(shared_step.WAYS["naive"], case)
+    dist.destroy_process_group()
+    shared_step._host_group.cache_clear()
+
+
+def test_a_pause_is_in_the_part_of_what_paused(step, monkeypatch):
+    """Each hook, collective or operator of a step takes 5 ms longer."""
+    parameters = list(step.model.parameters())
+    norm = step.model.module.norm
+    forward, all_reduce = norm.forward, dist.all_reduce
+    pauses = {"seconds": 0.0}
+
+    def paused_forward(x):
+        for _ in parameters:
+            pause(x.detach(), pauses["seconds"])
+        return forward(x)
+
+    def paused_all_reduce(*args, **options):
+        with torch.profiler.record_function("gloo:pause"):
+            time.sleep(PAUSE_S)
+        return all_reduce(*args, **options)
+
+    def profile():
+        # The shorter of two, since other processes use these cores.
+        tables = [step.profile() for _ in range(2)]
+        return min(tables, key=lambda table: split(table, table)[0]["span"])
+
+    monkeypatch.setattr(norm, "forward", paused_forward)
+    usual = profile()
+    pauses["seconds"] = PAUSE_S
+    paused = {"drift": profile()}
+    pauses["seconds"] = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "all_reduce", paused_all_reduce)
+        paused["exposed"] = profile()
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(lambda _: time.sleep(PAUSE_S))
+    paused["idle"] = profile()
+    exposed = split(usual, usual)[0]["exposed"]
+    for part, table in paused.items():
+        grown = split(table, usual)[0]
+        grown["exposed"] -= exposed
+        assert part == max(PARTS, key=grown.get), grown
+        assert grown[part] > 0.8e6 * PAUSE_S * len(parameters), grown

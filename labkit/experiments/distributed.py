@@ -42,6 +42,9 @@ COPIED = ("all_gather", "reduce_scatter")
 OPERATIONS_OF = {"copy": COPIED, "low_contention": COPIED, "zero_cta": ("all_gather",)}
 """Of transports that do not have all operations."""
 
+RANKS_OF = {"weak": slice(-1), "strong": slice(None)}
+"""Of ways by name, which numbers of ranks they are for; all others are for the most."""
+
 OF_GPUS = ("copy", "blocks")
 """How the names of ways end that need GPUs."""
 
@@ -61,7 +64,7 @@ def cases(
     wanted = world_sizes or grid.world_sizes
     # Ranks that share a core mostly wait for one another.
     num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
-    here = [n for n in wanted if n <= num_places] or wanted[:1]
+    here = sorted(n for n in wanted if n <= num_places) or wanted[:1]
     planned = ceiling_cases(grid.ceilings, limit) if is_cuda else []
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
         phases = tuple(
@@ -77,8 +80,7 @@ def cases(
     for size, (precision, compile, batch, ways) in itertools.product(
         sizes or grid.sizes, grid.steps
     ):
-        # How a step scales is asked of every number of ranks, all else of the most.
-        for world_size in here if ways == "scaling" else here[-1:]:
+        for world_size in here[RANKS_OF.get(ways, slice(-1, None))]:
             parameters = {
                 "size": size,
                 "context": grid.context,
@@ -99,6 +101,32 @@ Seen = list[dict[str, Any]]
 """What each rank saw of a phase."""
 
 
+def check_gpus(world_size: int) -> None:
+    """Raises Skip where there is no GPU of one kind for each rank, or no NCCL."""
+    num_gpus = torch.cuda.device_count()
+    if world_size > num_gpus:
+        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
+    if not dist.is_nccl_available():
+        raise Skip("this torch is built without NCCL; accepted on GPUs: one with it")
+    kinds = {torch.cuda.get_device_name(number) for number in range(world_size)}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(kinds))
+        raise Skip(f"ranks on {names}; accepted: GPUs of one kind, see CUDA_VISIBLE_DEVICES")
+
+
+def missing_link(world_size: int) -> str:
+    """Returns which GPU does not reach another's memory, "" where all do."""
+    for gpu, other in itertools.permutations(range(world_size), 2):
+        if not torch.cuda.can_device_access_peer(gpu, other):
+            return f"GPU {gpu} cannot access the memory of GPU {other}, as copies must"
+    return ""
+
+
+def _is_copied(case: Case, phase: str) -> bool:
+    transport = case.parameters.get("transport", "")
+    return phase.endswith("copy") or OPERATIONS_OF.get(transport) is COPIED
+
+
 def _run_ranks(
     function: Callable, make: Callable[[Case, Seen], Measured], device: Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
@@ -112,9 +140,11 @@ def _run_ranks(
         make: gives the measurement of a phase, without telemetry.
     """
     world_size, is_gloo = case.parameters["world_size"], case.parameters.get("transport") == "gloo"
-    num_gpus = torch.cuda.device_count()
-    if device.kind == "cuda" and not is_gloo and world_size > num_gpus:
-        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
+    unlinked = ""
+    if device.kind == "cuda" and not is_gloo:
+        check_gpus(world_size)
+        unlinked = missing_link(world_size)
+    phases = tuple(phase for phase in case.phases if not (unlinked and _is_copied(case, phase)))
 
     @functools.cache
     def launched() -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
@@ -123,12 +153,14 @@ def _run_ranks(
         failure = ""
         with Monitor(device.kind) as monitor:
             try:
-                ranks = launch(function, world_size, case.phases, *args, **options)
+                ranks = launch(function, world_size, phases, *args, **options)
             except RankError as error:
                 ranks, failure = error.finished, error.summary
         return [dict(items) for items in ranks], failure, monitor.summary
 
     def measure(phase: str) -> Measured:
+        if phase not in phases:
+            raise Skip(unlinked)
         ranks, failure, telemetry = launched()
         if all(phase in rank for rank in ranks):
             measured = make(case, [rank[phase] for rank in ranks])

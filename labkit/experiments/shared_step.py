@@ -204,14 +204,14 @@ class SharedStep(Step):
         return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
 
     def profile(self) -> pd.DataFrame:
-        """Returns `split.steps_of` a trace of NUM_PROFILED steps, and of one after them."""
+        """Returns `split.steps_of` a trace of NUM_PROFILED steps, one before and one after them."""
         host = _host_group()
 
         def steps() -> None:
             # Profilers take their time to start; a rank that waits for another would seem to
             # communicate.
             dist.barrier(host)
-            for _ in range(NUM_PROFILED + 1):
+            for _ in range(NUM_PROFILED + 2):
                 with torch.profiler.record_function(STEP):
                     self.train_once()
 
@@ -280,8 +280,10 @@ def steps_rank(
     far) each time.
     """
     torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
-    losses = {}
+    losses: dict[str, float] = {}
     for way in ("alone", "naive"):
+        if way == phases[0]:  # gives its own, before any other is yielded
+            continue
         step = SharedStep(WAYS[way], parameters)
         losses[way] = step.warm_up()
         step.close()
@@ -296,6 +298,7 @@ def steps_rank(
         for way in phases:
             step = SharedStep(WAYS[way], parameters)
             seen[way]["loss"] = step.warm_up()
+            losses.setdefault(way, seen[way]["loss"])
             step_ms = torch.tensor(max(step.time(1)), device=rank_device())
             dist.all_reduce(step_ms, dist.ReduceOp.MAX)
             num_steps = min(max(int(1e3 * time_limit_s / step_ms.item()), 2), 10)

@@ -31,7 +31,8 @@ PAIRED = ["step", "name", "shape", "number"]
 
 
 def steps_of(trace: Trace) -> pd.DataFrame:
-    """Returns what ran in the steps, of which the last one only ends the window of the others.
+    """Returns what ran in the steps but the first, in which profilers are slow; the last one only
+    ends the window.
 
     Columns beside the trace's: step, and number of the launch among those alike in its step.
     """
@@ -46,7 +47,7 @@ def steps_of(trace: Trace) -> pd.DataFrame:
     table = table.sort_values("start_ns", ignore_index=True)
     begins = ranges.loc[ranges["name"] == STEP, "start_ns"].sort_values()
     launched = table["launched_ns"].ffill().bfill()
-    table["step"] = np.searchsorted(begins, launched, side="right") - 1
+    table["step"] = np.searchsorted(begins, launched, side="right") - 2
     table["shape"] = table["shape"].fillna("")
     table["number"] = table.groupby(["step", "name", "shape"]).cumcount()
     return table[table["step"] >= 0]
