@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from labkit.configs import STEP_PARTS
 from labkit.experiments import shared_step
-from labkit.experiments.split import PARTS, split, steps_of, transport
+from labkit.experiments.split import split, steps_of, transport
 from labkit.measure.profiling import Trace
 
 MS = 1_000_000
@@ -51,11 +52,11 @@ def traced(rows, length=40):
 )
 def test_what_lengthens_a_step_is_in_its_part(rows, length, parts):
     found, sent = split(traced(rows, length), traced(ALONE))
-    assert {part: found[part] / 1e3 for part in PARTS} == dict.fromkeys(PARTS, 0) | parts
+    assert {part: found[part] / 1e3 for part in STEP_PARTS} == dict.fromkeys(STEP_PARTS, 0) | parts
     assert (
         found["span"] / 1e3
         == length
-        == 40 + sum(sign * found[part] / 1e3 for part, sign in PARTS.items())
+        == 40 + sum(sign * found[part] / 1e3 for part, sign in STEP_PARTS.items())
     )
     assert len(sent) == 2 and found["compute"] > 0
 
@@ -125,5 +126,5 @@ def test_a_pause_is_in_the_part_of_what_paused(step, monkeypatch):
     for part, table in paused.items():
         grown = split(table, usual)[0]
         grown["exposed"] -= exposed
-        assert part == max(PARTS, key=grown.get), grown
+        assert part == max(STEP_PARTS, key=grown.get), grown
         assert grown[part] > 0.8e6 * PAUSE_S * len(parameters), grown

@@ -24,9 +24,6 @@ COMMUNICATION = r"nccl|barrier|^gloo:"
 COMPUTING = r"^(?!autograd::|torch::|c10d::)\w+::"
 """Names of a CPU's operators that compute; others only call them, or hooks."""
 
-PARTS = {"exposed": 1, "contention": 1, "drift": 1, "added": 1, "idle": 1, "saved": -1}
-"""What makes a step longer or shorter than alone, with its sign."""
-
 PAIRED = ["step", "name", "shape", "number"]
 
 
