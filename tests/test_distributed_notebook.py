@@ -1,7 +1,5 @@
 """Chapter 07's queries and figures, from a few rows made by hand."""
 
-import math
-
 import pandas as pd
 import pytest
 
@@ -71,32 +69,17 @@ def test_memory_is_predicted_for_the_ways_that_shard():
 
 
 def test_a_step_is_split_into_parts_and_a_remainder_that_add_up():
-    parts = {"exposed": 4e3, "contention": 10e3, "drift": 0, "added": 6e3, "idle": 1e3}
-    us = {f"{name}_us": value for name, value in {**parts, "saved": 8e3}.items()}
-    carrier = {"name": "ncclDevKernel_AllReduce", "blocks": 24}
-    ways = ("alone", 100.0, []), ("fsdp", 115.0, [carrier])
-    rows = [step(*way, **us, observed={"transport": sent}) for *way, sent in ways]
-    (row,) = report.split(pd.DataFrame(rows)).to_dict("records")
-    assert (row["transport_name"], row["transport_blocks"]) == tuple(carrier.values())
-    assert row["ratio"] == pytest.approx(1 + sum(row[part] for part in STEP_PARTS) + 0.02)
-    assert row["remainder"] == pytest.approx(0.02) and row["saved"] == -0.08
-    (shown,) = report.split_table(pd.DataFrame(rows)).to_dict("records")
-    assert shown["step"] == 115 and shown["added, idle"] == 7 and shown["drift, rest"] == 2
-    assert report.split(STEPS).empty, "nothing was profiled"
-
-
-def test_scaling_is_weak_at_one_batch_a_rank_and_strong_at_one_batch_of_all():
-    way = "bucketed 100 MB"
+    us = dict.fromkeys((f"{part}_us" for part in STEP_PARTS), 5e3)
+    seen = {"transport": "ncclDevKernel_AllReduce", "blocks": 24}
     rows = [
-        step(phase, time, world_size=ranks, batch=batch)
+        step(phase, time, world_size=ranks, batch=batch, observed=seen, **us)
         for ranks, batch, times in ((2, 4, (100.0, 125.0)), (4, 1, (30.0, 50.0)))
-        for phase, time in zip(("alone", way), times, strict=True)
+        for phase, time in zip(("alone", "fsdp"), times, strict=True)
     ]
-    links = pd.DataFrame([{**ALL_REDUCE, "world_size": 4, "bus_gbs": 250.0}])
-    weak, strong = report.scaling(pd.DataFrame(rows), links).to_dict("records")
-    assert weak["ratio"] == 1.25 and math.isnan(weak["predicted_ratio"])
-    assert strong["speedup"] == 2.0 and math.isnan(weak["speedup"])
-    size = 4 * accounting.num_parameters(model_config("2.7b"))
-    sent_ms = 1e3 * accounting.ring_seconds("all_reduce", size, 4, 250e9)
-    assert strong["predicted_ratio"] == pytest.approx(1 + sent_ms / 30 - 2 / 3)
-    assert set(report.of_most_ranks(pd.DataFrame(rows))["world_size"]) == {4}
+    frame = pd.DataFrame(rows)
+    _, weak, _, strong = report.split(frame).to_dict("records")
+    assert weak["ratio"] == 1.25 == pytest.approx(1 + 5 * 0.05 - 0.05 + weak["remainder"])
+    assert weak["saved"] == -0.05 and weak["remainder"] == pytest.approx(0.05)
+    assert strong["speedup"] == 2.0 and strong["blocks"] == 24
+    assert report.split_table(frame)["drift, rest"][1] == 10
+    assert set(report.of_most_ranks(frame)["world_size"]) == {4}

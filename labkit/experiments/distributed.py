@@ -38,8 +38,7 @@ MEASUREMENT_VERSION = 2
 DEFAULTS = ("nccl", "gloo")
 """Transports that are a backend as it comes, measured in all dtypes."""
 
-COPIED = ("all_gather", "reduce_scatter")
-OPERATIONS_OF = {"copy": COPIED, "low_contention": COPIED, "zero_cta": ("all_gather",)}
+OPERATIONS_OF = dict.fromkeys(("copy", "low_contention"), ("all_gather", "reduce_scatter"))
 """Of transports that do not have all operations."""
 
 RANKS_OF = {"weak": slice(-1), "strong": slice(None)}
@@ -122,11 +121,6 @@ def missing_link(world_size: int) -> str:
     return ""
 
 
-def _is_copied(case: Case, phase: str) -> bool:
-    transport = case.parameters.get("transport", "")
-    return phase.endswith("copy") or OPERATIONS_OF.get(transport) is COPIED
-
-
 def _run_ranks(
     function: Callable, make: Callable[[Case, Seen], Measured], device: Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
@@ -144,7 +138,10 @@ def _run_ranks(
     if device.kind == "cuda" and not is_gloo:
         check_gpus(world_size)
         unlinked = missing_link(world_size)
-    phases = tuple(phase for phase in case.phases if not (unlinked and _is_copied(case, phase)))
+    is_copied = case.parameters.get("transport") in OPERATIONS_OF
+    phases = [
+        name for name in case.phases if not (unlinked and (is_copied or name.endswith("copy")))
+    ]
 
     @functools.cache
     def launched() -> tuple[list[dict[str, Any]], str, dict[str, Any]]:

@@ -313,7 +313,7 @@ def steps_rank(
                 if way == "alone":
                     alone = table
                 seen[way]["profile"], sent = split(table, alone)
-                seen[way]["observed"]["transport"] = transport(sent, NUM_PROFILED)
+                seen[way]["observed"] |= transport(sent)
                 if way in TIMELINES:
                     seen[way]["spans"] = timeline(table, sent)
             step.close()

@@ -50,21 +50,14 @@ def steps_of(trace: Trace) -> pd.DataFrame:
     return table[table["step"] >= 0]
 
 
-def _window_ns(table: pd.DataFrame) -> tuple[int, int]:
-    """Returns when the first step and the last one of `steps_of` started."""
-    starts = table.groupby("step")["start_ns"].min()
-    return int(starts.iloc[0]), int(starts.iloc[-1])
-
-
 def split(table: pd.DataFrame, alone: pd.DataFrame) -> tuple[dict[str, float], pd.DataFrame]:
     """Returns µs a step by part, and what communicated, of two tables of `steps_of`.
 
     "span" is the step as traced; it is longer than that of `alone` by the parts, but for paired
     kernels that ran beside one another.
     """
-    computing, sent = _sorted(table, alone)
-    computing_alone, _ = _sorted(alone, alone)
-    (begin, end), (begin_alone, end_alone) = _window_ns(table), _window_ns(alone)
+    computing, sent, span = _sorted(table, alone)
+    computing_alone, _, span_alone = _sorted(alone, alone)
     busy = busy_ns(pd.concat([computing, sent]))
     pairs = computing.merge(
         computing_alone[[*PAIRED, "duration_ns"]],
@@ -82,56 +75,48 @@ def split(table: pd.DataFrame, alone: pd.DataFrame) -> tuple[dict[str, float], p
     is_adamw = pairs["name"].str.contains("adam", case=False)
     # An extra kernel beside paired ones makes a step no longer by itself.
     unpaired = busy_ns(computing) - busy_ns(both)
-    idle_alone = end_alone - begin_alone - busy_ns(computing_alone)
+    idle_alone = span_alone - busy_ns(computing_alone)
     parts = {
-        "span": end - begin,
+        "span": span,
         "compute": computing["duration_ns"].sum(),
         "communication": busy_ns(sent),
         "exposed": busy - busy_ns(computing),
         "contention": slower[is_beside].sum(),
         "drift": slower[~is_beside].sum(),
         "added": unpaired - extra[is_adamw].sum() - missing[~is_adamw].sum(),
-        "idle": end - begin - busy - idle_alone,
+        "idle": span - busy - idle_alone,
         "saved": (missing - extra)[is_adamw].sum(),
     }
     num_steps = int(table["step"].max() - table["step"].min())
     return {name: float(ns) / 1e3 / num_steps for name, ns in parts.items()}, sent
 
 
-def _sorted(table: pd.DataFrame, alone: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Returns what computes and what communicates within the window, ends cut to it."""
-    begin, end = _window_ns(table)
+def _sorted(table: pd.DataFrame, alone: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+    """Returns what computes and what communicates within the window, and its length in ns."""
+    begins = table.groupby("step")["start_ns"].min()
+    begin, end = begins.iloc[0], begins.iloc[-1]
     known = pd.MultiIndex.from_frame(alone[PAIRED])
     is_new = ~pd.MultiIndex.from_frame(table[PAIRED]).isin(known)
     is_new_copy = is_new & (table["kind"] == "memcpy")
     is_sent = table["name"].str.contains(COMMUNICATION) | is_new_copy
     inside = table["start_ns"].between(begin, end, inclusive="left")
     cut = table.assign(end_ns=table["end_ns"].clip(upper=end))
-    return cut[inside & ~is_sent], cut[inside & is_sent]
+    return cut[inside & ~is_sent], cut[inside & is_sent], int(end - begin)
 
 
 def _overlaps(rows: pd.DataFrame, sent: pd.DataFrame) -> pd.Series:
     """Returns for each row whether something of `sent` ran meanwhile."""
     begins = sent["start_ns"].sort_values().to_numpy()
     ends = sent["end_ns"].sort_values().to_numpy()
-    num_begun = np.searchsorted(begins, rows["end_ns"].fillna(0))
-    num_ended = np.searchsorted(ends, rows["start_ns"].fillna(0), side="right")
+    num_begun = np.searchsorted(begins, rows["end_ns"])
+    num_ended = np.searchsorted(ends, rows["start_ns"], side="right")
     return pd.Series(num_begun > num_ended, rows.index)
 
 
-def transport(sent: pd.DataFrame, num_steps: int) -> list[dict]:
-    """Returns what carried the data, most time first: kernel or copy, thread blocks (None of a
-    copy engine), launches and µs a step.
-    """
-    kinds = sent.groupby(["name", "blocks"], dropna=False)["duration_ns"]
-    rows = kinds.agg(launches="count", us="sum").reset_index()
-    rows = rows.sort_values("us", ascending=False)
-    return [
-        {
-            "name": row.name.partition("(")[0],
-            "blocks": None if pd.isna(row.blocks) else int(row.blocks),
-            "launches": row.launches / num_steps,
-            "us": row.us / 1e3 / num_steps,
-        }
-        for row in rows.itertuples(index=False)
-    ]
+def transport(sent: pd.DataFrame) -> dict:
+    """Returns what carried data longest: the kernel with its thread blocks, or a copy, without."""
+    carriers = sent.groupby(["name", "blocks"], dropna=False)["duration_ns"].sum()
+    if carriers.empty:
+        return {}
+    name, blocks = carriers.idxmax()
+    return {"transport": name.partition("(")[0], "blocks": None if pd.isna(blocks) else int(blocks)}

@@ -5,9 +5,7 @@ a rank's input and output; the algorithm bandwidth is S/t, the bus bandwidth tha
 `bus_factor`. GB/s = 10⁹ bytes a second.
 
 Transports: "default" is the process group's own (NCCL or gloo). "ctas_N" is NCCL with at most N
-thread blocks. "zero_cta" is NCCL 2.28 and later on its own symmetric memory, which has copy engines
-move the data where it can. "copy" is `PeerMemory`, "low_contention" torch's operators that do the
-same. A process can use one kind of symmetric memory: do not mix "zero_cta" and others in a launch.
+thread blocks. "copy" is `PeerMemory`, "low_contention" torch's operators that do the same.
 """
 
 import functools
@@ -81,16 +79,14 @@ def check_ranks_agree(values: list) -> None:
                 raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
 
 
-def _symmetric(
-    num_elements: int, dtype: torch.dtype, group: dist.ProcessGroup
-) -> tuple[Tensor, Any]:
+def _symmetric(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
     """Returns a tensor that all ranks can read and write, and the handle of its memory.
     Collective.
     """
     # Multicast can put a host's GPUs out of service, and a copy needs none.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     tensor = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
-    return tensor, symmetric_memory.rendezvous(tensor, group)
+    return tensor, symmetric_memory.rendezvous(tensor, dist.group.WORLD)
 
 
 class PeerMemory:
@@ -107,7 +103,7 @@ class PeerMemory:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         size = -(-num_elements // self.world_size) * self.world_size
-        self.buffer, self.memory = _symmetric(size, dtype, dist.group.WORLD)
+        self.buffer, self.memory = _symmetric(size, dtype)
         peers = range(self.world_size)
         self.buffers = [self.memory.get_buffer(peer, (size,), dtype) for peer in peers]
         self.buffers[self.rank] = self.buffer
@@ -273,8 +269,8 @@ def _prepared(
         raise ValueError(f"{operation} by {transport}; accepted: all_gather, reduce_scatter")
 
     def empty(num_elements: int) -> Tensor:
-        if transport in ("zero_cta", "low_contention"):
-            return _symmetric(num_elements, dtype, group or dist.group.WORLD)[0]
+        if transport == "low_contention":
+            return _symmetric(num_elements, dtype)[0]
         return torch.empty(num_elements, dtype=dtype, device=rank_device())
 
     num_inputs = shard if operation == "all_gather" else num_ranks * shard
@@ -298,17 +294,11 @@ def _prepared(
         output = empty(shard)
         return lambda: peers.reduce_scatter([output], [own]), output, expected
     if transport == "low_contention":
+        options = ["sum"] if operation == "reduce_scatter" else []
+        function = getattr(torch.ops.symm_mem, f"_low_contention_{operation}")
+        wait = torch.ops._c10d_functional.wait_tensor
         name = dist.group.WORLD.group_name
-
-        def low_contention() -> Tensor:
-            operators = torch.ops.symm_mem
-            if operation == "all_gather":
-                made = operators._low_contention_all_gather(own, name)
-            else:
-                made = operators._low_contention_reduce_scatter(own, "sum", name)
-            return torch.ops._c10d_functional.wait_tensor(made)
-
-        return low_contention, own, expected
+        return lambda: wait(function(own, *options, name)), own, expected
     # In place; only the first call's result is checked.
     output = own if operation in ("all_reduce", "broadcast") else empty(len(expected))
     call = {
@@ -328,19 +318,15 @@ def group_of(transport: str) -> dist.ProcessGroup | None:
     """
     backend = dist.get_backend()
     num_ctas = re.fullmatch(r"ctas_([1-9][0-9]*)", transport)
-    is_known = num_ctas or transport in ("zero_cta", "copy", "low_contention")
+    is_known = num_ctas or transport in ("copy", "low_contention")
     if transport != "default" and not (is_known and backend == "nccl"):
         accepted = "default"
         if backend == "nccl":
-            accepted = "default, ctas_N (N above 0), zero_cta, copy, low_contention"
+            accepted = "default, ctas_N (N above 0), copy, low_contention"
         raise ValueError(f"transport {transport!r} with {backend}; accepted here: {accepted}")
-    if not (num_ctas or transport == "zero_cta"):
+    if not num_ctas:
         return None
     options = dist.ProcessGroupNCCL.Options()
-    if num_ctas:
-        options.config.min_ctas = 1
-        options.config.max_ctas = int(num_ctas[1])
-    else:
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
-        symmetric_memory.set_backend("NCCL")
+    options.config.min_ctas = 1
+    options.config.max_ctas = int(num_ctas[1])
     return dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())

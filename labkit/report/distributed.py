@@ -38,12 +38,6 @@ SHARDED_BYTES = {
 }
 """Of 16 bytes a parameter those that a way shards: AdamW's moments, or everything."""
 
-SENT_BYTES = {"bucketed 100 MB": {"all_reduce": 4}, "fsdp": {"all_gather": 4, "reduce_scatter": 2}}
-"""Bytes a parameter that a graphed bf16 step sends, by operation: weights are gathered twice."""
-
-LINK_PHASE = "all_reduce float32 100000000"
-"""Whose bus bandwidth stands for that of the links in closed forms."""
-
 
 LANES = {"computing": "#0072b2", "communicating": "#e69f00"}
 
@@ -162,7 +156,7 @@ def added(
         for size, *shape in rows[["size", "batch", "context"]].to_numpy()
     ]
     others = 1 - 1 / rows["world_size"]
-    links = select(collectives, transport="nccl", phase=LINK_PHASE)
+    links = select(collectives, transport="nccl", phase="all_reduce float32 100000000")
     rows = rows.assign(
         added_ms=rows["median_ms"] - rows["median_ms_alone"],
         added_fraction=1 - rows["median_ms_alone"] / rows["median_ms"],
@@ -187,73 +181,35 @@ def held(steps: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(predicted_bytes=parameters * (16 - saved))
 
 
-def beside(steps: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """Returns the ways with a value in `columns`, `alone_ms` of their session, and the ratio."""
-    rows = usable(steps, *TOGETHER, "median_ms", *columns)
-    alone = select(rows, phase="alone")[[*TOGETHER, "median_ms"]]
-    rows = rows[rows["phase"] != "alone"]
-    rows = rows.merge(alone.rename(columns={"median_ms": "alone_ms"}), on=TOGETHER)
-    return rows.assign(ratio=rows["median_ms"] / rows["alone_ms"])
-
-
 def split(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the profiled ways with each of STEP_PARTS as a signed fraction of the step alone.
+    """Returns the profiled ways of any number of ranks, with what makes up their steps.
 
-    ratio = 1 + parts + remainder; the remainder is what profiled steps differ from timed ones.
+    ratio: to a rank alone of the same batch and session (weak scaling). It is 1, each of STEP_PARTS
+    as a signed fraction of the step alone, and the remainder, what profiled steps differ from timed
+    ones. speedup: over one GPU with the batch of all ranks together (strong scaling), where that
+    was measured.
     """
-    rows = beside(steps, "observed", *(f"{part}_us" for part in STEP_PARTS))
+    parts = [f"{part}_us" for part in STEP_PARTS]
+    rows = usable(steps, *TOGETHER, *parts, "median_ms", "observed")
+    alone = select(rows, phase="alone")[[*TOGETHER, "median_ms"]]
+    rows = rows.merge(alone, on=TOGETHER, suffixes=("", "_alone"))
     for part, sign in STEP_PARTS.items():
-        rows[part] = sign * rows[f"{part}_us"] / 1e3 / rows["alone_ms"]
-    carriers = [next(iter(seen["transport"]), {}) for seen in rows["observed"]]
-    for name in ("name", "blocks"):
-        rows[f"transport_{name}"] = [carrier.get(name) for carrier in carriers]
-    return rows.assign(remainder=rows["ratio"] - 1 - rows[list(STEP_PARTS)].sum(axis=1))
+        rows[part] = sign * rows[f"{part}_us"] / 1e3 / rows["median_ms_alone"]
+    for name in ("transport", "blocks"):
+        rows[name] = [seen.get(name) for seen in rows["observed"]]
+    ratio = rows["median_ms"] / rows["median_ms_alone"]
+    remainder = ratio - 1 - rows[list(STEP_PARTS)].sum(axis=1)
+    case = ["size", "precision", "compile", "context", "batch"]
+    one_ms = alone.groupby(case)["median_ms"].median().rename("one_ms")
+    batches = rows[case].assign(batch=rows["batch"] * rows["world_size"])
+    speedup = batches.join(one_ms, on=case)["one_ms"] / rows["median_ms"]
+    return rows.assign(ratio=ratio, remainder=remainder, speedup=speedup)
 
 
 def split_table(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns `split` in percent of the step alone, one row a way."""
     rows = split(steps)
-    rest = rows["drift"] + rows["remainder"]
-    columns = {
-        "step": rows["ratio"],
-        "exposed": rows["exposed"],
-        "contention": rows["contention"],
-        "added, idle": rows["added"] + rows["idle"],
-        "AdamW saved": rows["saved"],
-        "drift, rest": rest,
-    }
-    return pd.DataFrame({"way": rows["phase"], **{k: 100 * v for k, v in columns.items()}}).round(1)
-
-
-def scaling(steps: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
-    """Returns graphed steps by number of ranks, and what closed forms say.
-
-    ratio: to a rank alone with the same batch (weak scaling). speedup: of one GPU with the batch of
-    all ranks together (strong), where that was measured. predicted_ratio: with communication at the
-    links' bandwidth that hides in two thirds of the step, its backward pass, or in all of it where
-    weights are gathered.
-    """
-    rows = beside(select(steps, compile="graph", phase=["alone", *SENT_BYTES]))
-    links = select(collectives, transport="nccl", phase=LINK_PHASE)
-    bandwidths = links.groupby("world_size")["bus_gbs"].max() if len(links) else {}
-    rows["predicted_ratio"] = [
-        _predicted_ratio(row, bandwidths.get(row.world_size)) for row in rows.itertuples()
-    ]
-    one = select(usable(steps, *TOGETHER, "median_ms"), compile="graph", phase="alone")
-    case = ["size", "precision", "context", "batch"]
-    one = one.groupby(case, as_index=False)["median_ms"].median()
-    whole = rows.assign(batch=rows["batch"] * rows["world_size"])[case]
-    one_ms = whole.merge(one, on=case, how="left")["median_ms"]
-    return rows.assign(speedup=one_ms / rows["median_ms"])
-
-
-def _predicted_ratio(row, bandwidth: float | None) -> float | None:
-    if bandwidth is None:
-        return None
-    parameters = accounting.num_parameters(model_config(row.size))
-    seconds = sum(
-        accounting.ring_seconds(operation, each * parameters, row.world_size, 1e9 * bandwidth)
-        for operation, each in SENT_BYTES[row.phase].items()
-    )
-    hidden = 1 if row.phase == "fsdp" else 2 / 3
-    return 1 + max(0, 1e3 * seconds / row.alone_ms - hidden)
+    rows["added, idle"] = rows["added"] + rows["idle"]
+    rows["drift, rest"] = rows["drift"] + rows["remainder"]
+    columns = ["ratio", "exposed", "contention", "added, idle", "saved", "drift, rest"]
+    return rows.set_index("phase")[columns].mul(100).round(1).rename_axis("way").reset_index()
