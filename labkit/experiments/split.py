@@ -119,4 +119,5 @@ def transport(sent: pd.DataFrame) -> dict:
     if carriers.empty:
         return {}
     name, blocks = carriers.idxmax()
-    return {"transport": name.partition("(")[0], "blocks": None if pd.isna(blocks) else int(blocks)}
+    blocks = None if pd.isna(blocks) else int(blocks)
+    return {"transport": name.partition("(")[0].strip(), "blocks": blocks}

@@ -123,7 +123,7 @@ class GradientBuckets:
         self._copied = copied
         self._group = group
         self._sent_as = sent_as
-        is_apart = (copied or sent_as) and torch.cuda.is_available()
+        is_apart = (copied or sent_as) and dist.get_backend() == "nccl"
         self._stream = torch.cuda.Stream() if is_apart else None
         self._peers: PeerMemory | None = None
         self._add_unfrozen()
@@ -196,7 +196,7 @@ class GradientBuckets:
         used = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
         if unused:
             used[unused] = 0
-        dist.all_reduce(used, dist.ReduceOp.MAX)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         for bucket in self._buckets:
             bucket.work.wait()
             bucket.waiting_for = {id(p) for p in bucket.params}

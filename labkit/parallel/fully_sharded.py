@@ -272,7 +272,7 @@ class FullyShardedDataParallel(Wrapper):
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
         vectors = [vector.full for vector in self._vectors]
-        self._replicated = GradientBuckets(vectors, bucket_bytes=25 * MB, overlap=True)
+        self._replicated = GradientBuckets(vectors, bucket_bytes=25 * MB, overlap=True, group=group)
         self._wrapped = self._parameters_now()
 
     def _sharded(self, module: nn.Module) -> dict[nn.Parameter, _Parameter]:
