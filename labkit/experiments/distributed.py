@@ -233,8 +233,6 @@ def _step(case: Case, ranks: Seen) -> Measured:
         for part in first["profile"]:
             # One rank's wait is another's work, so only means add up to a step.
             metrics[f"{part}_us"] = statistics.mean(parts[part] for parts in profiles)
-        compute_us = [parts["compute"] for parts in profiles]
-        metrics["imbalance_us"] = max(compute_us) - min(compute_us)
     samples = {"step_ms": list(slowest)}
     starts = [times[0] for rank in ranks for times in rank["spans"].values() if times]
     for number, rank in enumerate(ranks):

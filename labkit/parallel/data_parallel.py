@@ -304,6 +304,7 @@ class _DataParallel(Wrapper):
     Args:
         module: on this rank's device, the same on every rank but for the values.
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
+        sending: how gradients travel, as GradientBuckets takes it.
 
     Raises ValueError as `check_and_broadcast`; RuntimeError for a second backward pass before
     `finish_gradient_synchronization()`, and as `Wrapper`.
@@ -311,20 +312,12 @@ class _DataParallel(Wrapper):
 
     _bucket_bytes: float = 0
     _overlap = False
-    _copied = False
-    _group: dist.ProcessGroup | None = None
-    _sent_as: torch.dtype | None = None
     _one_by_one = False
 
-    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True):
+    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, **sending: Any):
         super().__init__(module, broadcast_buffers)
         self._buckets = GradientBuckets(
-            module.parameters(),
-            self._bucket_bytes,
-            overlap=self._overlap,
-            copied=self._copied,
-            group=self._group,
-            sent_as=self._sent_as,
+            module.parameters(), self._bucket_bytes, overlap=self._overlap, **sending
         )
         self._wrapped = self._parameters_now()
 
@@ -400,8 +393,6 @@ class BucketedDataParallel(_DataParallel):
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}; accepted: above 0")
         if sent_as and transport != "collective":
             raise ValueError(f"transport {transport!r} with sent_as; accepted: 'collective'")
-        self._group = check_transport(transport)
-        self._sent_as = sent_as
-        self._copied = transport == "copy"
+        sending = {"group": check_transport(transport), "copied": transport == "copy"}
         self._bucket_bytes = bucket_size_mb * MB
-        super().__init__(module, broadcast_buffers=broadcast_buffers)
+        super().__init__(module, broadcast_buffers=broadcast_buffers, sent_as=sent_as, **sending)

@@ -51,15 +51,14 @@ def time_or_bytes(row: dict) -> str:
 
 def most_ranks(collectives: pd.DataFrame) -> pd.DataFrame:
     """Returns the all-reduces and all-gathers of the most ranks in fp32, with their `operation`."""
-    rows = usable(collectives, "world_size", "phase", "transport", "bus_gbs")
-    rows = rows[rows["world_size"] == rows["world_size"].max()]
+    rows = of_most_ranks(usable(collectives, "world_size", "phase", "transport", "bus_gbs"))
     operation = rows["phase"].astype(str).str.extract("^(all_reduce|all_gather) float32")
     return rows.assign(operation=operation).dropna(subset="operation")
 
 
-def of_most_ranks(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of the most ranks; those of fewer are only there for `scaling`."""
-    return select(steps, world_size=steps["world_size"].max()) if len(steps) else steps
+def of_most_ranks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of the most ranks; steps of fewer say how they scale."""
+    return rows if rows.empty else select(rows, world_size=rows["world_size"].max())
 
 
 def collectives_figure(rows: pd.DataFrame) -> Figure:
