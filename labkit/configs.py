@@ -156,6 +156,16 @@ LAUNCH_BOUND = 0.9
 the host.
 """
 
+STEP_PARTS = {
+    "exposed": 1,
+    "contention": 1,
+    "drift": 1,
+    "added": 1,
+    "idle": 1,
+    "saved": -1,
+}
+"""What makes a step of several ranks longer than alone, with its sign; see `experiments.split`."""
+
 PHASES = ("inference", "forward", "backward", "forward_backward", "optimizer_step", "train_step")
 STEP_PHASES = ("forward", "backward", "optimizer_step", "train_step")
 """Of PHASES, what notebook 01 times of every size, context and precision."""

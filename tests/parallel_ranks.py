@@ -34,6 +34,7 @@ REPLICATED = {
     "overlapped": OverlappedDataParallel,
     "bucketed, tiny": lambda module: BucketedDataParallel(module, 0.0005),
     "bucketed, one": lambda module: BucketedDataParallel(module, 1000),
+    "sent as fp32": lambda module: BucketedDataParallel(module, 0.0005, sent_as=torch.float32),
 }
 WRAPPERS = REPLICATED | {"fully sharded": FullyShardedDataParallel}
 
@@ -225,6 +226,11 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
     for call, message in (
         (lambda: BucketedDataParallel(linear, 0), "bucket_size_mb is 0; accepted"),
         (lambda: BucketedDataParallel(linear, 1, "copy"), "'copy'; accepted with gloo: coll"),
+        (lambda: FullyShardedDataParallel(linear, transport="ctas_4"), "'ctas_4'; accepted with"),
+        (
+            lambda: BucketedDataParallel(linear, 1, "copy", sent_as=torch.bfloat16),
+            "transport 'copy' with sent_as; accepted: 'collective'",
+        ),
         (lambda: FlatDataParallel(sparse), "^0 makes sparse gradients; accepted: sparse=False"),
         (
             lambda: OverlappedDataParallel(nn.Linear(2 + rank, 2)),
@@ -334,6 +340,17 @@ def check_collectives_move_the_right_elements_and_count_as_nccl_tests_does():
         assert result["algorithm_gbs"] == pytest.approx(rate)
         assert result["bus_gbs"] == pytest.approx(rate * factors[operation])
         collectives.check_ranks_agree([result])
+
+
+def check_an_average_sent_in_16_bits_is_rounded_twice_whatever_the_number_of_ranks():
+    number = dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(number, 1001, generator=generator)
+    average = values[dist.get_rank()].clone()
+    collectives.average_in(torch.bfloat16, average)
+    collectives.check_ranks_agree([average.tolist()])
+    error = (average - values.mean(0)).abs()
+    assert 0 < error.max() and (error <= 2**-7 * values.abs().amax(0)).all()
 
 
 # ---- the sharded optimizer -----------------------------------------------------------------------

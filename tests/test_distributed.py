@@ -8,7 +8,7 @@ from chapters import CPU, H200
 
 from labkit import device
 from labkit.experiments import distributed
-from labkit.experiments.sweep import Case
+from labkit.experiments.sweep import Case, Skip
 from labkit.parallel.launch import RankError
 from labkit.records import folder_of
 
@@ -81,6 +81,25 @@ def test_what_all_ranks_finished_before_a_failure_counts(monkeypatch, text, kind
     for phase in ("naive", "fsdp"):
         assert type(results[phase]) is kind and text in str(results[phase])
         assert "rank 1 of 2 failed first" in str(results[phase])
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        ({"device_count": lambda: 1}, "2 ranks need 2 GPUs; there are 1"),
+        ({"get_device_name": "GPU {}".format}, "GPU 0 and GPU 1; accepted: GPUs of one kind"),
+        ({"can_device_access_peer": lambda *_: False}, "GPU 0 cannot access the memory of GPU 1"),
+        ({}, "this torch is built without NCCL"),
+    ],
+)
+def test_gpus_that_cannot_share_a_step_are_told_in_one_line(monkeypatch, machine, reason):
+    usual = {"device_count": lambda: 2, "get_device_name": lambda _: "GPU"}
+    for name, value in (usual | machine).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: "NCCL" not in reason)
+    case = Case("steps", {**STEP, "world_size": 2}, ("fsdp copy",), 60.0)
+    with pytest.raises(Skip, match=reason):
+        next(distributed._run_steps(H200, case, {}))[1]()
 
 
 @pytest.mark.slow

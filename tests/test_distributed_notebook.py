@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from labkit import accounting
-from labkit.configs import model_config
+from labkit.configs import STEP_PARTS, model_config
 from labkit.report import distributed as report
 from labkit.report.facts import compare, measured
 
@@ -66,3 +66,20 @@ def test_memory_is_predicted_for_the_ways_that_shard():
         sum(accounting.zero_bytes(1000, 2, stage, compute_bytes=0).values())
         for stage in ways.values()
     ]
+
+
+def test_a_step_is_split_into_parts_and_a_remainder_that_add_up():
+    us = dict.fromkeys((f"{part}_us" for part in STEP_PARTS), 5e3)
+    seen = {"transport": "ncclDevKernel_AllReduce", "blocks": 24}
+    rows = [
+        step(phase, time, world_size=ranks, batch=batch, observed=seen, **us)
+        for ranks, batch, times in ((2, 4, (100.0, 125.0)), (4, 1, (30.0, 50.0)))
+        for phase, time in zip(("alone", "fsdp"), times, strict=True)
+    ]
+    frame = pd.DataFrame(rows)
+    _, weak, _, strong = report.split(frame).to_dict("records")
+    assert weak["ratio"] == 1.25 == pytest.approx(1 + 5 * 0.05 - 0.05 + weak["remainder"])
+    assert weak["saved"] == -0.05 and weak["remainder"] == pytest.approx(0.05)
+    assert strong["speedup"] == 2.0 and strong["blocks"] == 24
+    assert report.split_table(frame)["drift, rest"][1] == 10
+    assert set(report.of_most_ranks(frame)["world_size"]) == {4}

@@ -11,6 +11,7 @@ same processes, so that their ratios are of one machine at one time.
 
 import functools
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,13 +33,19 @@ from labkit.parallel.launch import RankError, launch
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
 
 DEFAULTS = ("nccl", "gloo")
 """Transports that are a backend as it comes, measured in all dtypes."""
 
-OPERATIONS_OF = {"copy": ("all_gather", "reduce_scatter"), "zero_cta": ("all_gather",)}
+OPERATIONS_OF = dict.fromkeys(("copy", "low_contention"), ("all_gather", "reduce_scatter"))
 """Of transports that do not have all operations."""
+
+RANKS_OF = {"weak": slice(-1), "strong": slice(None)}
+"""Of ways by name, which numbers of ranks they are for; all others are for the most."""
+
+OF_GPUS = ("copy", "blocks")
+"""How the names of ways end that need GPUs."""
 
 LARGEST_DEVIATION = {"fp32": 1e-3, "bf16": 0.05}
 """How far the loss after the warm-up's steps may be from the naive wrapper's, as a share of how far
@@ -56,7 +63,7 @@ def cases(
     wanted = world_sizes or grid.world_sizes
     # Ranks that share a core mostly wait for one another.
     num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
-    here = [n for n in wanted if n <= num_places] or wanted[:1]
+    here = sorted(n for n in wanted if n <= num_places) or wanted[:1]
     planned = ceiling_cases(grid.ceilings, limit) if is_cuda else []
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
         phases = tuple(
@@ -69,26 +76,49 @@ def cases(
         parameters = {"world_size": world_size, "transport": transport}
         # A transport that fails here would fail for every phase, each in a launch of its own.
         planned.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
-    for size in sizes or grid.sizes:
-        for precision, compile, batch, ways in grid.steps:
+    for size, (precision, compile, batch, ways) in itertools.product(
+        sizes or grid.sizes, grid.steps
+    ):
+        for world_size in here[RANKS_OF.get(ways, slice(-1, None))]:
             parameters = {
                 "size": size,
                 "context": grid.context,
                 "precision": precision,
                 "compile": compile,
                 # A negative batch is that of all ranks together.
-                "batch": batch if batch > 0 else max(1, -batch // here[-1]),
-                "world_size": here[-1],
+                "batch": batch if batch > 0 else max(1, -batch // world_size),
+                "world_size": world_size,
             }
-            # Without GPUs there are no copy engines.
             phases = tuple(way for way in WAYS if way in grid.ways[ways])
-            phases = tuple(way for way in phases if is_cuda or not way.endswith("copy"))
+            # Without GPUs there are no copy engines, and no thread blocks.
+            phases = tuple(way for way in phases if is_cuda or not way.endswith(OF_GPUS))
             planned.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
     return planned
 
 
 Seen = list[dict[str, Any]]
 """What each rank saw of a phase."""
+
+
+def check_gpus(world_size: int) -> None:
+    """Raises Skip where there is no GPU of one kind for each rank, or no NCCL."""
+    num_gpus = torch.cuda.device_count()
+    if world_size > num_gpus:
+        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
+    if not dist.is_nccl_available():
+        raise Skip("this torch is built without NCCL; accepted on GPUs: one with it")
+    kinds = {torch.cuda.get_device_name(number) for number in range(world_size)}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(kinds))
+        raise Skip(f"ranks on {names}; accepted: GPUs of one kind, see CUDA_VISIBLE_DEVICES")
+
+
+def missing_link(world_size: int) -> str:
+    """Returns which GPU does not reach another's memory, "" where all do."""
+    for gpu, other in itertools.permutations(range(world_size), 2):
+        if not torch.cuda.can_device_access_peer(gpu, other):
+            return f"GPU {gpu} cannot access the memory of GPU {other}, as copies must"
+    return ""
 
 
 def _run_ranks(
@@ -104,9 +134,14 @@ def _run_ranks(
         make: gives the measurement of a phase, without telemetry.
     """
     world_size, is_gloo = case.parameters["world_size"], case.parameters.get("transport") == "gloo"
-    num_gpus = torch.cuda.device_count()
-    if device.kind == "cuda" and not is_gloo and world_size > num_gpus:
-        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
+    unlinked = ""
+    if device.kind == "cuda" and not is_gloo:
+        check_gpus(world_size)
+        unlinked = missing_link(world_size)
+    is_copied = case.parameters.get("transport") in OPERATIONS_OF
+    phases = [
+        name for name in case.phases if not (unlinked and (is_copied or name.endswith("copy")))
+    ]
 
     @functools.cache
     def launched() -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
@@ -115,12 +150,14 @@ def _run_ranks(
         failure = ""
         with Monitor(device.kind) as monitor:
             try:
-                ranks = launch(function, world_size, case.phases, *args, **options)
+                ranks = launch(function, world_size, phases, *args, **options)
             except RankError as error:
                 ranks, failure = error.finished, error.summary
         return [dict(items) for items in ranks], failure, monitor.summary
 
     def measure(phase: str) -> Measured:
+        if phase not in phases:
+            raise Skip(unlinked)
         ranks, failure, telemetry = launched()
         if all(phase in rank for rank in ranks):
             measured = make(case, [rank[phase] for rank in ranks])
@@ -175,8 +212,8 @@ def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> 
 
 
 def _step(case: Case, ranks: Seen) -> Measured:
-    """Returns the record of one way: times and memory of the rank that took most, profile of the
-    same rank.
+    """Returns the record of one way: times and memory of the rank that took most, the parts of a
+    step as the ranks' mean.
     """
     first = ranks[0]
     alone, naive = first["losses"]["alone"], first["losses"]["naive"]
@@ -190,11 +227,12 @@ def _step(case: Case, ranks: Seen) -> Measured:
     slowest = tuple(map(max, zip(*(rank["samples_ms"] for rank in ranks), strict=True)))
     timing = Timing(slowest, "window", NUM_WARMUP + 1, "time limit")
     metrics = {**timing.metrics(), "loss": first["loss"], "loss_deviation": deviation}
-    for part in ("memory", "profile"):
-        metrics |= {name: max(rank[part][name] for rank in ranks) for name in first[part]}
+    metrics |= {name: max(rank["memory"][name] for rank in ranks) for name in first["memory"]}
     if first["profile"]:
-        compute_us = [rank["profile"]["compute_us"] for rank in ranks]
-        metrics["imbalance_us"] = max(compute_us) - min(compute_us)
+        profiles = [rank["profile"] for rank in ranks]
+        for part in first["profile"]:
+            # One rank's wait is another's work, so only means add up to a step.
+            metrics[f"{part}_us"] = statistics.mean(parts[part] for parts in profiles)
     samples = {"step_ms": list(slowest)}
     starts = [times[0] for rank in ranks for times in rank["spans"].values() if times]
     for number, rank in enumerate(ranks):

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import numerics
 from labkit.device import Device, num_usable_cores
+from labkit.experiments.split import STEP, split, steps_of, transport
 from labkit.experiments.step import Step
-from labkit.measure.profiling import busy_ns, capture_with_kineto
+from labkit.measure.profiling import capture_with_kineto
 from labkit.measure.timing import captured_once, collector_paused, synchronize
 from labkit.models.transformer import Block, language_model_loss
 from labkit.parallel import data_parallel
@@ -36,11 +37,6 @@ TIMELINES = ("naive", "bucketed 100 MB", "bucketed copy")
 
 SHORTEST_GAP_NS = 100_000
 """Gaps below this are no gaps in a timeline: they could not be seen."""
-
-COMMUNICATION = r"nccl|barrier"
-"""In the names of kernels that communicate; copies do where they are not on the stream that
-computes.
-"""
 
 NUM_ROUNDS = 2
 """How often the ways of a case are taken in turn."""
@@ -99,16 +95,21 @@ WAYS = {
     "flat": Way(data_parallel.FlatDataParallel),
     "overlapped": Way(data_parallel.OverlappedDataParallel),
     **{f"bucketed {mb} MB": Way(partial(BUCKETED, bucket_size_mb=mb)) for mb in (1, 10, 100, 1000)},
+    "bucketed 16 blocks": Way(partial(BUCKETED, transport="ctas_16")),
+    "bucketed bf16": Way(partial(BUCKETED, sent_as=torch.bfloat16)),
     "bucketed copy": Way(partial(BUCKETED, transport="copy")),
     "ddp": Way(DDP),
     "sharded optimizer": Way(BUCKETED, ShardedOptimizer),
     "zero redundancy": Way(DDP, _zero_redundancy),
     "fsdp": Way(FSDP, is_cast_by_wrapper=True),
+    "fsdp 16 blocks": Way(partial(FSDP, transport="ctas_16"), is_cast_by_wrapper=True),
     "fsdp copy": Way(partial(FSDP, transport="copy"), is_cast_by_wrapper=True),
     "fully_shard": Way(_fully_shard, is_cast_by_wrapper=True),
 }
 """The ways to run a step. "alone": every rank by itself, at the same time, with no communication.
-"copy": by copy engines instead of NCCL. "ddp", "zero redundancy" and "fully_shard" are torch's.
+"16 blocks": NCCL with at most so many. "bf16": gradients are sent in half the bytes and added in
+fp32. "copy": by copy engines instead of NCCL. "ddp", "zero redundancy" and "fully_shard" are
+torch's.
 """
 
 
@@ -202,36 +203,20 @@ class SharedStep(Step):
             return [1e3 * (end - begin) for begin, end in pairwise(moments)]
         return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
 
-    def profile(self, *, timeline: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Returns (µs a step, timeline in ms) of this rank's kernels and copies, from
-        torch.profiler.
-        """
+    def profile(self) -> pd.DataFrame:
+        """Returns `split.steps_of` a trace of NUM_PROFILED steps, one before and one after them."""
         host = _host_group()
 
         def steps() -> None:
             # Profilers take their time to start; a rank that waits for another would seem to
             # communicate.
             dist.barrier(host)
-            for _ in range(NUM_PROFILED):
-                with torch.profiler.record_function("step"):
+            for _ in range(NUM_PROFILED + 2):
+                with torch.profiler.record_function(STEP):
                     self.train_once()
 
         with collector_paused():
-            table = capture_with_kineto(steps, "cuda").operations
-        by_name = table["name"].str.contains(COMMUNICATION)
-        computing_stream = table[~by_name].groupby("stream")["duration_ns"].sum().idxmax()
-        is_copy = (table["kind"] == "memcpy") & (table["stream"] != computing_stream)
-        communicating = table[by_name | is_copy]
-        computing = table.drop(communicating.index)
-        times_ns = {
-            "compute_us": computing["duration_ns"].sum(),
-            "communication_us": busy_ns(communicating),
-            "exposed_us": busy_ns(table) - busy_ns(computing),
-        }
-        times_us = {name: float(ns) / 1e3 / NUM_PROFILED for name, ns in times_ns.items()}
-        if not timeline:
-            return times_us, {}
-        return times_us, merged("computing", computing) | merged("communicating", communicating)
+            return steps_of(capture_with_kineto(steps, self.device.kind))
 
     def described(self) -> dict[str, Any]:
         """Returns the case as read back from the live objects."""
@@ -282,6 +267,12 @@ def merged(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
     }
 
 
+def timeline(table: pd.DataFrame, sent: pd.DataFrame) -> dict[str, list[float]]:
+    """Returns the intervals in which a rank computed and communicated in the profiled steps."""
+    computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
+    return merged("computing", computing) | merged("communicating", sent)
+
+
 def steps_rank(
     phases: Sequence[str], parameters: dict[str, Any], time_limit_s: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -289,8 +280,10 @@ def steps_rank(
     far) each time.
     """
     torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
-    losses = {}
+    losses: dict[str, float] = {}
     for way in ("alone", "naive"):
+        if way == phases[0]:  # gives its own, before any other is yielded
+            continue
         step = SharedStep(WAYS[way], parameters)
         losses[way] = step.warm_up()
         step.close()
@@ -305,6 +298,7 @@ def steps_rank(
         for way in phases:
             step = SharedStep(WAYS[way], parameters)
             seen[way]["loss"] = step.warm_up()
+            losses.setdefault(way, seen[way]["loss"])
             step_ms = torch.tensor(max(step.time(1)), device=rank_device())
             dist.all_reduce(step_ms, dist.ReduceOp.MAX)
             num_steps = min(max(int(1e3 * time_limit_s / step_ms.item()), 2), 10)
@@ -312,9 +306,15 @@ def steps_rank(
             seen[way]["memory"] = step.memory
             seen[way]["backend"] = dist.get_backend()
             seen[way]["case"] = step.described()
-            seen[way]["observed"] = {"num_parameters": step.num_parameters}
-            if number == 0 and step.device.kind == "cuda" and step.precision == "bf16":
-                is_kept = way in TIMELINES
-                seen[way]["profile"], seen[way]["spans"] = step.profile(timeline=is_kept)
+            if number == 0:
+                seen[way]["observed"] = {"num_parameters": step.num_parameters}
+            if number == 0 and "alone" in phases:  # which comes first
+                table = step.profile()
+                if way == "alone":
+                    alone = table
+                seen[way]["profile"], sent = split(table, alone)
+                seen[way]["observed"] |= transport(sent)
+                if way in TIMELINES:
+                    seen[way]["spans"] = timeline(table, sent)
             step.close()
             yield way, seen[way]

@@ -26,6 +26,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -376,6 +377,8 @@ def _event(entry: dict) -> dict:
         "thread": str(entry["tid"]),
         "stream": arguments.get("stream", -1),
         "correlation": arguments.get("correlation", -1),
+        "blocks": math.prod(arguments["grid"]) if "grid" in arguments else math.nan,
+        "shape": str([arguments.get(name) for name in ("grid", "block", "bytes")]),
     }
 
 

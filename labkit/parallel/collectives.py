@@ -5,9 +5,7 @@ a rank's input and output; the algorithm bandwidth is S/t, the bus bandwidth tha
 `bus_factor`. GB/s = 10⁹ bytes a second.
 
 Transports: "default" is the process group's own (NCCL or gloo). "ctas_N" is NCCL with at most N
-thread blocks. "zero_cta" is NCCL 2.28 and later on its own symmetric memory, which has copy engines
-move the data where it can. "copy" is `PeerMemory`. A process can use one kind of symmetric memory:
-do not mix "zero_cta" and "copy" in a launch.
+thread blocks. "copy" is `PeerMemory`, "low_contention" torch's operators that do the same.
 """
 
 import functools
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+import torch.nn.functional as F
 from torch import Tensor
 
 from labkit.accounting import OPERATIONS, bus_factor
@@ -37,17 +36,37 @@ NUM_CALLS = 5
 """Calls of a sample on CUDA."""
 
 
-def start(operation: Callable, pairs: Sequence[tuple[Tensor, Tensor]], *options: Any) -> list[Any]:
+def start(
+    operation: Callable,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    *options: Any,
+    group: dist.ProcessGroup | None = None,
+) -> list[Any]:
     """Starts a collective for each (output, input), by NCCL all of them in one launch; returns what
     to wait for.
     """
     # With gloo's coalesced gather ranks aborted twice under load; why is not known.
     if dist.get_backend() == "gloo":
         return [operation(*pair, *options, async_op=True) for pair in pairs]
-    with dist._coalescing_manager(async_ops=True) as work:
+    with dist._coalescing_manager(group, async_ops=True) as work:
         for pair in pairs:
-            operation(*pair, *options)
+            operation(*pair, *options, group=group)
     return [work]
+
+
+def average_in(dtype: torch.dtype, values: Tensor) -> None:
+    """Replaces a flat tensor by its average over the ranks, sent as `dtype`, added as it is.
+
+    Each rank adds what all have of its share, so a value is rounded twice whatever the number of
+    ranks: before it is sent, and as an average.
+    """
+    world_size = dist.get_world_size()
+    sent = F.pad(values, (0, -len(values) % world_size)).to(dtype)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    share = received.view(world_size, -1).to(values.dtype).mean(0)
+    all_gather(sent, share.to(dtype))
+    values.copy_(sent[: len(values)])
 
 
 def check_ranks_agree(values: list) -> None:
@@ -58,6 +77,16 @@ def check_ranks_agree(values: list) -> None:
         for first, other in itertools.zip_longest(everyone[0], values):
             if first != other:
                 raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
+
+
+def _symmetric(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """Returns a tensor that all ranks can read and write, and the handle of its memory.
+    Collective.
+    """
+    # Multicast can put a host's GPUs out of service, and a copy needs none.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    tensor = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
+    return tensor, symmetric_memory.rendezvous(tensor, dist.group.WORLD)
 
 
 class PeerMemory:
@@ -71,13 +100,10 @@ class PeerMemory:
     """
 
     def __init__(self, num_elements: int, dtype: torch.dtype):
-        # Multicast can put a host's GPUs out of service, and a copy needs none.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         size = -(-num_elements // self.world_size) * self.world_size
-        self.buffer = symmetric_memory.empty(size, dtype=dtype, device=rank_device())
-        self.memory = symmetric_memory.rendezvous(self.buffer, dist.group.WORLD)
+        self.buffer, self.memory = _symmetric(size, dtype)
         peers = range(self.world_size)
         self.buffers = [self.memory.get_buffer(peer, (size,), dtype) for peer in peers]
         self.buffers[self.rank] = self.buffer
@@ -133,17 +159,22 @@ class PeerMemory:
 
 class CopyWork:
     """Calls a function on another stream, behind what the current one has to do; `wait` has the
-    current one wait.
+    current one wait. Without a stream, as on a CPU, it is called at once.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, function: Callable, *args: Any):
+    def __init__(self, stream: torch.cuda.Stream | None, function: Callable, *args: Any):
+        self._event = None
+        if stream is None:
+            function(*args)
+            return
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function(*args)
             self._event = stream.record_event()
 
     def wait(self) -> None:
-        self._event.wait()
+        if self._event:
+            self._event.wait()
 
 
 def time_collective(
@@ -176,7 +207,8 @@ def time_collective(
         raise ValueError(f"{num_bytes} bytes of {dtype}; accepted: {least} bytes and more")
     num_bytes -= num_bytes % least
     call, output, expected = _prepared(operation, num_bytes // least, dtype, transport)
-    call()
+    result = call()
+    output = result if torch.is_tensor(result) else output
     wrong = (output != expected).sum()
     dist.all_reduce(wrong)
     for _ in range(NUM_WARMUP):
@@ -231,17 +263,15 @@ def _prepared(
     """
     rank = dist.get_rank()
     num_ranks = dist.get_world_size()
-    group = _group(transport)
-    if transport == "copy" and operation not in ("all_gather", "reduce_scatter"):
-        raise ValueError(f"{operation} by copy; accepted: all_gather, reduce_scatter")
+    group = group_of(transport)
+    is_copied = transport in ("copy", "low_contention")
+    if is_copied and operation not in ("all_gather", "reduce_scatter"):
+        raise ValueError(f"{operation} by {transport}; accepted: all_gather, reduce_scatter")
 
     def empty(num_elements: int) -> Tensor:
-        options = {"dtype": dtype, "device": rank_device()}
-        if transport != "zero_cta":
-            return torch.empty(num_elements, **options)
-        tensor = symmetric_memory.empty(num_elements, **options)
-        symmetric_memory.rendezvous(tensor, group)
-        return tensor
+        if transport == "low_contention":
+            return _symmetric(num_elements, dtype)[0]
+        return torch.empty(num_elements, dtype=dtype, device=rank_device())
 
     num_inputs = shard if operation == "all_gather" else num_ranks * shard
     # At most 10, so that even bf16 holds the sum over 25 ranks.
@@ -263,6 +293,12 @@ def _prepared(
             return lambda: peers.all_gather(peers.buffer), peers.buffer, expected
         output = empty(shard)
         return lambda: peers.reduce_scatter([output], [own]), output, expected
+    if transport == "low_contention":
+        options = ["sum"] if operation == "reduce_scatter" else []
+        function = getattr(torch.ops.symm_mem, f"_low_contention_{operation}")
+        wait = torch.ops._c10d_functional.wait_tensor
+        name = dist.group.WORLD.group_name
+        return lambda: wait(function(own, *options, name)), own, expected
     # In place; only the first call's result is checked.
     output = own if operation in ("all_reduce", "broadcast") else empty(len(expected))
     call = {
@@ -276,21 +312,21 @@ def _prepared(
 
 
 @functools.cache
-def _group(transport: str) -> dist.ProcessGroup | None:
-    """Returns the process group of a transport, None for the default one."""
+def group_of(transport: str) -> dist.ProcessGroup | None:
+    """Returns the process group of a transport, None for the default one; ValueError for another.
+    Collective.
+    """
     backend = dist.get_backend()
     num_ctas = re.fullmatch(r"ctas_([1-9][0-9]*)", transport)
-    is_known = num_ctas or transport in ("zero_cta", "copy")
+    is_known = num_ctas or transport in ("copy", "low_contention")
     if transport != "default" and not (is_known and backend == "nccl"):
-        accepted = "default, ctas_N (N above 0), zero_cta, copy" if backend == "nccl" else "default"
+        accepted = "default"
+        if backend == "nccl":
+            accepted = "default, ctas_N (N above 0), copy, low_contention"
         raise ValueError(f"transport {transport!r} with {backend}; accepted here: {accepted}")
-    if transport in ("default", "copy"):
+    if not num_ctas:
         return None
     options = dist.ProcessGroupNCCL.Options()
-    if num_ctas:
-        options.config.min_ctas = 1
-        options.config.max_ctas = int(num_ctas[1])
-    else:
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
-        symmetric_memory.set_backend("NCCL")
+    options.config.min_ctas = 1
+    options.config.max_ctas = int(num_ctas[1])
     return dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())

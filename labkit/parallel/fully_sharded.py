@@ -164,9 +164,12 @@ class _Layer:
         arrived: weights with a gradient to be sent.
     """
 
-    def __init__(self, uses: list[tuple], peers: _PeerShards | None):
+    def __init__(
+        self, uses: list[tuple], peers: _PeerShards | None, group: dist.ProcessGroup | None
+    ):
         self.uses = uses
         self.peers = peers
+        self.group = group
         owners = {
             parameter: owner for owner, _, parameter in uses if isinstance(parameter, _Weight)
         }
@@ -196,7 +199,7 @@ class _Layer:
             ]
             for weight, (_, own) in zip(missing, pairs, strict=True):
                 weight.unpadded(own).copy_(weight.local)
-            works = start(all_gather, pairs)
+            works = start(all_gather, pairs, group=self.group)
         for weight in missing:
             weight.works = works
 
@@ -221,7 +224,8 @@ class FullyShardedDataParallel(Wrapper):
         transport: "collective", or "copy": copy engines gather weights from the peers' symmetric
             memory, which holds every shard once more in the dtype that is gathered, and bring a
             gradient's pieces to the ranks that add them, through memory as large as the largest
-            layer. NCCL's GPUs and weights of one dtype only.
+            layer; weights of one dtype only. "ctas_N": NCCL with at most N thread blocks. Both on
+            NCCL's GPUs only.
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
     Attributes:
@@ -242,8 +246,9 @@ class FullyShardedDataParallel(Wrapper):
         transport: str = "collective",
         broadcast_buffers: bool = True,
     ):
-        check_transport(transport)
+        group = check_transport(transport)
         super().__init__(module, broadcast_buffers)
+        self._group = group
         self.compute_dtype = compute_dtype
         self._units = units
         self.waits: list[tuple] | None = None
@@ -267,7 +272,7 @@ class FullyShardedDataParallel(Wrapper):
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
         vectors = [vector.full for vector in self._vectors]
-        self._replicated = GradientBuckets(vectors, bucket_bytes=25 * MB, overlap=True)
+        self._replicated = GradientBuckets(vectors, bucket_bytes=25 * MB, overlap=True, group=group)
         self._wrapped = self._parameters_now()
 
     def _sharded(self, module: nn.Module) -> dict[nn.Parameter, _Parameter]:
@@ -319,7 +324,7 @@ class FullyShardedDataParallel(Wrapper):
             return
         for owner, key, parameter in uses:
             owner._parameters[key] = parameter.outer
-        layer = _Layer(uses, self._peers)
+        layer = _Layer(uses, self._peers, self._group)
 
         def around(*args, **kwargs):
             args, kwargs = self._before_forward(layer, args, kwargs)
@@ -456,7 +461,7 @@ class FullyShardedDataParallel(Wrapper):
                 )
             ]
         else:
-            works = start(reduce_scatter, pairs, dist.ReduceOp.AVG)
+            works = start(reduce_scatter, pairs, dist.ReduceOp.AVG, group=self._group)
         self._reducing.append((weights, pairs, works))
         if len(self._reducing) > NUM_REDUCING:
             self._finish_oldest()

@@ -9,7 +9,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from labkit import accounting
-from labkit.configs import model_config
+from labkit.configs import STEP_PARTS, model_config
 from labkit.report import figures
 from labkit.report.frame import cell, select, size_name, usable
 from labkit.report.text import gib
@@ -32,12 +32,11 @@ SHARDED_BYTES = {
     "sharded optimizer": 8,
     "zero redundancy": 8,
     "fsdp": 16,
+    "fsdp 16 blocks": 16,
     "fsdp copy": 16,
     "fully_shard": 16,
 }
-"""Of 16 bytes a parameter those that a way shards: AdamW's moments, or everything. "copy": by copy
-engines.
-"""
+"""Of 16 bytes a parameter those that a way shards: AdamW's moments, or everything."""
 
 
 LANES = {"computing": "#0072b2", "communicating": "#e69f00"}
@@ -52,10 +51,14 @@ def time_or_bytes(row: dict) -> str:
 
 def most_ranks(collectives: pd.DataFrame) -> pd.DataFrame:
     """Returns the all-reduces and all-gathers of the most ranks in fp32, with their `operation`."""
-    rows = usable(collectives, "world_size", "phase", "transport", "bus_gbs")
-    rows = rows[rows["world_size"] == rows["world_size"].max()]
+    rows = of_most_ranks(usable(collectives, "world_size", "phase", "transport", "bus_gbs"))
     operation = rows["phase"].astype(str).str.extract("^(all_reduce|all_gather) float32")
     return rows.assign(operation=operation).dropna(subset="operation")
+
+
+def of_most_ranks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of the most ranks; steps of fewer say how they scale."""
+    return rows if rows.empty else select(rows, world_size=rows["world_size"].max())
 
 
 def collectives_figure(rows: pd.DataFrame) -> Figure:
@@ -175,3 +178,37 @@ def held(steps: pd.DataFrame) -> pd.DataFrame:
     parameters = rows["observed"].map(lambda seen: seen["num_parameters"])
     saved = rows["phase"].map(SHARDED_BYTES) * (1 - 1 / rows["world_size"])
     return rows.assign(predicted_bytes=parameters * (16 - saved))
+
+
+def split(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the profiled ways of any number of ranks, with what makes up their steps.
+
+    ratio: to a rank alone of the same batch and session (weak scaling). It is 1, each of STEP_PARTS
+    as a signed fraction of the step alone, and the remainder, what profiled steps differ from timed
+    ones. speedup: over one GPU with the batch of all ranks together (strong scaling), where that
+    was measured.
+    """
+    parts = [f"{part}_us" for part in STEP_PARTS]
+    rows = usable(steps, *TOGETHER, *parts, "median_ms", "observed")
+    alone = select(rows, phase="alone")[[*TOGETHER, "median_ms"]]
+    rows = rows.merge(alone, on=TOGETHER, suffixes=("", "_alone"))
+    for part, sign in STEP_PARTS.items():
+        rows[part] = sign * rows[f"{part}_us"] / 1e3 / rows["median_ms_alone"]
+    for name in ("transport", "blocks"):
+        rows[name] = [seen.get(name) for seen in rows["observed"]]
+    ratio = rows["median_ms"] / rows["median_ms_alone"]
+    remainder = ratio - 1 - rows[list(STEP_PARTS)].sum(axis=1)
+    case = ["size", "precision", "compile", "context", "batch"]
+    one_ms = alone.groupby(case)["median_ms"].median().rename("one_ms")
+    batches = rows[case].assign(batch=rows["batch"] * rows["world_size"])
+    speedup = batches.join(one_ms, on=case)["one_ms"] / rows["median_ms"]
+    return rows.assign(ratio=ratio, remainder=remainder, speedup=speedup)
+
+
+def split_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns `split` in percent of the step alone, one row a way."""
+    rows = split(steps)
+    rows["added, idle"] = rows["added"] + rows["idle"]
+    rows["drift, rest"] = rows["drift"] + rows["remainder"]
+    columns = ["ratio", "exposed", "contention", "added, idle", "saved", "drift, rest"]
+    return rows.set_index("phase")[columns].mul(100).round(1).rename_axis("way").reset_index()
