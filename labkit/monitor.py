@@ -189,18 +189,18 @@ def open_nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def nvml_handle(nvml: Any, index: int = 0) -> Any:
-    """Returns NVML's handle of torch's cuda:`index` (CUDA_VISIBLE_DEVICES does not affect NVML's
+def nvml_handle(nvml: Any) -> Any:
+    """Returns NVML's handle of torch's cuda:0 (CUDA_VISIBLE_DEVICES does not affect NVML's
     order).
     """
     import torch
 
     if torch.cuda.is_available():
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
         for kind in ("GPU", "MIG"):
             with contextlib.suppress(nvml.NVMLError):  # an older torch has no UUID
                 return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
-    return nvml.nvmlDeviceGetHandleByIndex(index)
+    return nvml.nvmlDeviceGetHandleByIndex(0)
 
 
 def foreign_processes(nvml: Any, handle: Any) -> int:

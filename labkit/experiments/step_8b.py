@@ -1,9 +1,9 @@
 """One training step of the 8.1 B model of a course's leaderboard of 2026, two sequences of 32,768
-tokens on two GPUs: off the shelf, then with one part of this package after another, for notebook 07.
+tokens on two GPUs: off the shelf, then with one part of this package after another.
 
 From zero_grad to AdamW, computed in bf16, sharded by PyTorch's fully_shard in every row, so that a
-row differs from the one before in what its name says alone. Weights, moments and gradients are fp32:
-the leaderboard asks for the model's inputs and outputs in bf16 and leaves their state open.
+row differs from the one before in what its name says alone. Weights, moments and gradients are
+fp32: the leaderboard wants the model's inputs and outputs in bf16 and says nothing of its state.
 
 What a rank holds, by hand (P = 8.126e9 parameters, T = 32,768 tokens, C = 4,096; GB are 10⁹ bytes):
 
@@ -16,17 +16,18 @@ What a rank holds, by hand (P = 8.126e9 parameters, T = 32,768 tokens, C = 4,096
 | and the other products that backward reads (q, k, v, out, gate, up), 2.52 a block | 85.6 |
 | one block at work, or the loss, with gathered weights and gradients on their way | 10 |
 
-Backward of the last block is the peak. 80 GB hold the state, all inputs and attention outputs, 77 GB,
-and the products of a block or two; 141 GB those of 26 to 28. Attention costs most to recompute for
-its bytes: 62 ms a GB, a product 6. `kept` decides by these forms.
+Backward of the last block is the peak. 80 GB hold the state, all inputs and attention outputs, 77
+GB, and the products of a block or two; 141 GB those of 26 to 28. For its bytes attention costs most
+to recompute: 62 ms a GB, a product 6. `kept` decides by these forms.
 
 Source: github.com/stanford-cs336/assignment2-systems-leaderboard; Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models" (what is worth keeping).
 """
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -46,7 +47,7 @@ from labkit.kernels.adamw import FusedAdamW
 from labkit.kernels.cross_entropy import linear_cross_entropy
 from labkit.measure.timing import Timing, collector_paused, synchronize
 from labkit.models.transformer import RotaryEmbedding, TransformerLM
-from labkit.monitor import nvml_handle, open_nvml
+from labkit.monitor import Monitor
 from labkit.parallel.launch import moment, rank_device
 
 NUM_STEPS = 10
@@ -93,7 +94,7 @@ class Way:
         attention, impl: as `TransformerLM` takes them; "fused" has our norms, rotation, SwiGLU and
             loss.
         is_planned: blocks keep what fits, see `kept`; otherwise their inputs alone.
-        is_our_adamw: `FusedAdamW` on the shards, otherwise torch's fused one.
+        is_our_adamw: as `update_in_backward`, otherwise torch's fused one after backward.
     """
 
     attention: str = "sdpa"
@@ -107,7 +108,7 @@ WAYS = {
     "our attention": Way("auto"),
     "and our fused operations": Way("auto", "fused"),
     "and recomputing little": Way("auto", "fused", True),
-    "and our AdamW": Way("auto", "fused", True, True),
+    "and our AdamW, in backward": Way("auto", "fused", True, True),
     "all but our attention": Way("sdpa", "fused", True, True),
 }
 
@@ -144,8 +145,8 @@ def _stream(block: nn.Module, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
 
 
 def _run_block(block: nn.Module, x_BTC: Tensor, rotary: RotaryEmbedding, kept: str) -> Tensor:
-    """Returns a block's output. Compiled around the checkpoint, backward leaves out what it does not
-    read, the block's last product say.
+    """Returns a block's output. Compiled around the checkpoint, backward leaves out what it does
+    not read, the block's last product say.
     """
     return checkpoint(
         _stream,
@@ -158,8 +159,8 @@ def _run_block(block: nn.Module, x_BTC: Tensor, rotary: RotaryEmbedding, kept: s
     )
 
 
-def _chunk_loss(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
-    return F.cross_entropy((hidden_NC @ weight_VC.T).float(), targets_N, reduction="sum")
+def _chunk_loss(norm: nn.Module, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
+    return F.cross_entropy((norm(x_NC) @ weight_VC.T).float(), targets_N, reduction="sum")
 
 
 class _Recomputed(nn.Module):
@@ -178,31 +179,27 @@ class _Recomputed(nn.Module):
 class _Loss(nn.Module):
     """The last norm, the head and the mean loss, whose logits are never all there."""
 
-    def __init__(self, model: TransformerLM, compiled: Callable[[Callable], Callable]):
+    def __init__(self, model: TransformerLM, chunk_loss: Callable[..., Tensor]):
         super().__init__()
         self.norm = model.norm
         self.head = model.head
         self.is_fused = model.impl == "fused"
-        self.normalise = self.norm if self.is_fused else compiled(_normalised)
-        self.chunk_loss = compiled(_chunk_loss)
+        self.chunk_loss = chunk_loss
 
     def forward(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         weight = self.head.weight
         if self.is_fused:
             return linear_cross_entropy(self.norm(x_BTC), weight, targets_BT)
-        hidden_NC = self.normalise(self.norm, x_BTC).flatten(0, 1)
         chunks = zip(
-            hidden_NC.split(CHUNK_ROWS), targets_BT.flatten().split(CHUNK_ROWS), strict=True
+            x_BTC.flatten(0, 1).split(CHUNK_ROWS),
+            targets_BT.flatten().split(CHUNK_ROWS),
+            strict=True,
         )
         losses = [
-            checkpoint(self.chunk_loss, hidden, weight, targets, use_reentrant=False)
-            for hidden, targets in chunks
+            checkpoint(self.chunk_loss, self.norm, x_NC, weight, targets_N, use_reentrant=False)
+            for x_NC, targets_N in chunks
         ]
         return torch.stack(losses).sum() / targets_BT.numel()
-
-
-def _normalised(norm: nn.Module, x: Tensor) -> Tensor:
-    return norm(x)
 
 
 class _Model(nn.Module):
@@ -219,7 +216,7 @@ class _Model(nn.Module):
             _Recomputed(block, level, run)
             for block, level in zip(model.blocks, levels, strict=True)
         )
-        self.loss = _Loss(model, compiled)
+        self.loss = _Loss(model, compiled(_chunk_loss))
         self.rotary = model.rotary
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -239,22 +236,22 @@ class _Model(nn.Module):
         fully_shard(self, mp_policy=policy)
 
 
-class ShardAdamW(FusedAdamW):
-    """`FusedAdamW` on this rank's shards of DTensors, which it updates in place."""
+def update_in_backward(parameters: Iterable[nn.Parameter]) -> None:
+    """Has `FusedAdamW` update each shard on the stream that reduced its gradient, which then goes.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], **options: Any):
-        self.whole = list(parameters)
-        super().__init__([nn.Parameter(p.detach().to_local()) for p in self.whole], **options)
+    Otherwise all gradients lie in that stream's memory until the next step, and the activations,
+    in that of another, have the allocator wait for the GPU and give it back first.
+    """
+    for parameter in parameters:
+        shard = nn.Parameter(parameter.detach().to_local())
+        optimizer = FusedAdamW([shard], **ADAMW)
 
-    def step(self, closure=None):
-        for whole, shard in zip(self.whole, self.param_groups[0]["params"], strict=True):
-            shard.grad = whole.grad.to_local()
-        return super().step(closure)
+        def update(parameter, shard=shard, optimizer=optimizer) -> None:
+            shard.grad = parameter.grad.to_local()
+            optimizer.step()
+            shard.grad = parameter.grad = None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        for whole in self.whole:
-            whole.grad = None
+        parameter.register_post_accumulate_grad_hook(update)
 
 
 class BoardStep:
@@ -283,36 +280,24 @@ class BoardStep:
         self.model = _Model(model, levels, backend)
         del model
         self.model.shard(torch.bfloat16 if parameters["precision"] == "bf16" else None)
-        weights = list(self.model.parameters())
+        self.optimizer = None
         if way.is_our_adamw:
-            self.optimizer = ShardAdamW(weights, **ADAMW)
+            update_in_backward(self.model.parameters())
         else:
-            self.optimizer = torch.optim.AdamW(weights, fused=True, **ADAMW)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
         generator = torch.Generator().manual_seed(dist.get_rank())
         tokens = torch.randint(config.vocab_size, (2, 1, context), generator=generator)
         self.tokens, self.targets = tokens.to(rank_device())
 
     def train(self) -> Tensor:
         """Runs one step and returns its loss on this rank."""
-        self.optimizer.zero_grad()
+        if self.optimizer:
+            self.optimizer.zero_grad()
         loss = self.model(self.tokens, self.targets)
         loss.backward()
-        self.optimizer.step()
+        if self.optimizer:
+            self.optimizer.step()
         return loss.detach()
-
-
-def _joules() -> float | None:
-    """Returns the joules that this rank's GPU has used since its driver was loaded, None where it
-    does not say.
-    """
-    with open_nvml() as nvml:
-        if nvml is None or rank_device().type != "cuda":
-            return None
-        try:
-            handle = nvml_handle(nvml, torch.cuda.current_device())
-            return 1e-3 * nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-        except nvml.NVMLError:
-            return None
 
 
 def _trained(step: BoardStep) -> dict[str, Any]:
@@ -327,23 +312,20 @@ def _trained(step: BoardStep) -> dict[str, Any]:
     losses += [step.train() for _ in range(NUM_STEPS - NUM_TIMED - 1)]
     dist.barrier()
     synchronize(kind)
-    joules = _joules()
-    begin_s = time.perf_counter()
-    with collector_paused():
+    with Monitor(kind) as monitor, collector_paused():
         moments = [moment()]
         for _ in range(NUM_TIMED):
             losses.append(step.train())
             moments.append(moment())
         synchronize(kind)
-    window_s = time.perf_counter() - begin_s
-    watts = joules and (_joules() - joules) / window_s
+    watts = [one.power_mw / 1e3 for one in monitor.readings if one.power_mw]
     times = [a.elapsed_time(b) if kind == "cuda" else 1e3 * (b - a) for a, b in pairwise(moments)]
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     return {
         "losses": (mean / dist.get_world_size()).tolist(),
         "samples_ms": times,
-        "watts": watts,
+        "watts": statistics.fmean(watts) if watts else None,
         "first_step_ms": 1e3 * first_s,
         "peak_bytes": torch.cuda.max_memory_allocated() or None if kind == "cuda" else None,
         "levels": step.levels,
