@@ -18,7 +18,7 @@ What a rank holds, by hand (P = 8.126e9 parameters, T = 32,768 tokens, C = 4,096
 
 Backward of the last block is the peak. 80 GB hold the state, all inputs and attention outputs, 77
 GB, and the products of a block or two; 141 GB those of 26 to 28. For its bytes attention costs most
-to recompute: 62 ms a GB, a product 6. `kept` decides by these forms.
+to recompute: 73 ms a GB on an H100, a product 6. `kept` decides by these forms.
 
 Source: github.com/stanford-cs336/assignment2-systems-leaderboard; Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models" (what is worth keeping).
@@ -26,7 +26,6 @@ Source: github.com/stanford-cs336/assignment2-systems-leaderboard; Korthikanti e
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,7 +53,7 @@ NUM_STEPS = 10
 NUM_TIMED = 5
 """The last of the steps, back to back; those before them bring the GPU to its power limit."""
 
-ADAMW = {"lr": 1e-4}
+ADAMW = {"lr": 1e-5}
 
 CHUNK_ROWS = 2048
 """Tokens whose logits are there at a time, off the shelf: 0.6 GB in bf16."""
@@ -116,7 +115,8 @@ WAYS = {
 def kept(config: ModelConfig, context: int, world_size: int, room: float) -> list[str]:
     """Returns what each block keeps, a key of CONTEXTS, where a rank has `room` bytes.
 
-    The last blocks keep most: backward begins with them, before gradients take their room.
+    The last blocks keep most: backward begins with them, before gradients take their room. On an
+    H100 these forms say 79.7 GB where 76.9 were taken.
     """
     stream = 2 * context * config.d_model
     hidden = 2 * context * config.d_ff
@@ -202,45 +202,12 @@ class _Loss(nn.Module):
         return torch.stack(losses).sum() / targets_BT.numel()
 
 
-class _Model(nn.Module):
-    """Tokens and targets to the mean loss, each block and the loss sharded by itself."""
-
-    def __init__(self, model: TransformerLM, levels: Sequence[str], backend: str):
-        super().__init__()
-        # Every row has code of its own.
-        torch._dynamo.config.recompile_limit = 64
-        compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
-        run = compiled(_run_block, fullgraph=True)
-        self.embedding = model.embedding
-        self.blocks = nn.ModuleList(
-            _Recomputed(block, level, run)
-            for block, level in zip(model.blocks, levels, strict=True)
-        )
-        self.loss = _Loss(model, compiled(_chunk_loss))
-        self.rotary = model.rotary
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        x_BTC = self.embedding(tokens_BT)
-        for block in self.blocks:
-            x_BTC = block(x_BTC, self.rotary)
-        return self.loss(x_BTC, targets_BT)
-
-    def shard(self, compute_dtype: torch.dtype | None) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds
-
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        for module in (self.embedding, *self.blocks):
-            fully_shard(module, mp_policy=policy)
-        # Backward begins with it: freed, it would be gathered again at once.
-        fully_shard(self.loss, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(self, mp_policy=policy)
-
-
 def update_in_backward(parameters: Iterable[nn.Parameter]) -> None:
     """Has `FusedAdamW` update each shard on the stream that reduced its gradient, which then goes.
 
-    Otherwise all gradients lie in that stream's memory until the next step, and the activations,
-    in that of another, have the allocator wait for the GPU and give it back first.
+    Otherwise all gradients lie in that stream's memory until the next step, and activations, of
+    another stream, have the allocator wait for the GPU and give it back first: three times a step
+    on an H100.
     """
     for parameter in parameters:
         shard = nn.Parameter(parameter.detach().to_local())
@@ -254,8 +221,9 @@ def update_in_backward(parameters: Iterable[nn.Parameter]) -> None:
         parameter.register_post_accumulate_grad_hook(update)
 
 
-class BoardStep:
-    """A row's step on this rank, on one sequence of its own.
+class Board(nn.Module):
+    """A row's model, each block and the loss sharded by itself, and its optimizer, on one sequence
+    of this rank's own.
 
     Args:
         parameters: of the case: size, context, precision ("bf16" or "fp32").
@@ -263,8 +231,12 @@ class BoardStep:
     """
 
     def __init__(self, way: Way, parameters: dict[str, Any], room: float, backend: str):
+        super().__init__()
         config = model_config(parameters["size"])
         context = parameters["context"]
+        self.levels = ["input"] * config.num_layers
+        if way.is_planned:
+            self.levels = kept(config, context, dist.get_world_size(), room)
         torch.manual_seed(0)
         model = TransformerLM(
             config,
@@ -273,49 +245,66 @@ class BoardStep:
             impl=way.impl,
             device=rank_device(),
         )
-        levels = ["input"] * config.num_layers
-        if way.is_planned:
-            levels = kept(config, context, dist.get_world_size(), room)
-        self.levels = levels
-        self.model = _Model(model, levels, backend)
-        del model
-        self.model.shard(torch.bfloat16 if parameters["precision"] == "bf16" else None)
+        # Every row has code of its own.
+        torch._dynamo.config.recompile_limit = 64
+        compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
+        run = compiled(_run_block, fullgraph=True)
+        self.embedding = model.embedding
+        self.blocks = nn.ModuleList(
+            _Recomputed(block, level, run)
+            for block, level in zip(model.blocks, self.levels, strict=True)
+        )
+        self.loss = _Loss(model, compiled(_chunk_loss))
+        self.rotary = model.rotary
+        self._shard(torch.bfloat16 if parameters["precision"] == "bf16" else None)
         self.optimizer = None
         if way.is_our_adamw:
-            update_in_backward(self.model.parameters())
+            update_in_backward(self.parameters())
         else:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
+            self.optimizer = torch.optim.AdamW(self.parameters(), fused=True, **ADAMW)
         generator = torch.Generator().manual_seed(dist.get_rank())
         tokens = torch.randint(config.vocab_size, (2, 1, context), generator=generator)
         self.tokens, self.targets = tokens.to(rank_device())
 
-    def train(self) -> Tensor:
-        """Runs one step and returns its loss on this rank."""
+    def _shard(self, compute_dtype: torch.dtype | None) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds
+
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        for module in (self.embedding, *self.blocks):
+            fully_shard(module, mp_policy=policy)
+        # Backward begins with it: freed, it would be gathered again at once.
+        fully_shard(self.loss, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(self, mp_policy=policy)
+
+    def forward(self) -> Tensor:
+        x_BTC = self.embedding(self.tokens)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, self.rotary)
+        return self.loss(x_BTC, self.targets)
+
+    def step(self) -> Tensor:
+        """Trains one step and returns its loss on this rank."""
         if self.optimizer:
             self.optimizer.zero_grad()
-        loss = self.model(self.tokens, self.targets)
+        loss = self()
         loss.backward()
         if self.optimizer:
             self.optimizer.step()
         return loss.detach()
 
 
-def _trained(step: BoardStep) -> dict[str, Any]:
+def _trained(board: Board) -> dict[str, Any]:
     """Runs NUM_STEPS steps and returns what this rank saw of them."""
     kind = rank_device().type
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    begin_s = time.perf_counter()
-    losses = [step.train()]
-    synchronize(kind)
-    first_s = time.perf_counter() - begin_s
-    losses += [step.train() for _ in range(NUM_STEPS - NUM_TIMED - 1)]
+    losses = [board.step() for _ in range(NUM_STEPS - NUM_TIMED)]
     dist.barrier()
     synchronize(kind)
     with Monitor(kind) as monitor, collector_paused():
         moments = [moment()]
         for _ in range(NUM_TIMED):
-            losses.append(step.train())
+            losses.append(board.step())
             moments.append(moment())
         synchronize(kind)
     watts = [one.power_mw / 1e3 for one in monitor.readings if one.power_mw]
@@ -326,9 +315,8 @@ def _trained(step: BoardStep) -> dict[str, Any]:
         "losses": (mean / dist.get_world_size()).tolist(),
         "samples_ms": times,
         "watts": statistics.fmean(watts) if watts else None,
-        "first_step_ms": 1e3 * first_s,
         "peak_bytes": torch.cuda.max_memory_allocated() or None if kind == "cuda" else None,
-        "levels": step.levels,
+        "levels": board.levels,
     }
 
 
@@ -343,13 +331,12 @@ def board_rank(
     if device.kind == "cuda":
         # Blocks of many sizes come and go; cut from fixed segments they would not fit.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    room = room or memory_bytes(device) - RESERVED_BYTES
     reference = None
     for way in phases:
-        step = BoardStep(
-            WAYS[way], parameters, room or memory_bytes(device) - RESERVED_BYTES, backend
-        )
-        seen = _trained(step)
-        del step
+        board = Board(WAYS[way], parameters, room, backend)
+        seen = _trained(board)
+        del board
         empty_cache(device)
         if way == next(iter(WAYS)):
             reference = seen["losses"]
@@ -357,8 +344,8 @@ def board_rank(
 
 
 def measured(ceilings: dict[str, float], case: Case, ranks: list[dict[str, Any]]) -> Measured:
-    """Returns the record of a row: times of the slower rank, memory and watts of the one with
-    most.
+    """Returns the record of a row: times of the slower rank, memory of the one with most, watts of
+    the first GPU.
 
     Raises ValueError for losses that are not those of the first row of the launch.
     """
@@ -382,11 +369,10 @@ def measured(ceilings: dict[str, float], case: Case, ranks: list[dict[str, Any]]
         "tokens_per_s": len(ranks) * parameters["context"] / seconds,
         "loss": losses[-1],
         "loss_deviation": deviation,
-        "first_step_ms": max(rank["first_step_ms"] for rank in ranks),
+        "watts": first["watts"],
     }
-    for name in ("peak_bytes", "watts"):
-        if first[name]:
-            metrics[name] = max(rank[name] for rank in ranks)
+    if first["peak_bytes"]:
+        metrics["peak_bytes"] = max(rank["peak_bytes"] for rank in ranks)
     if ceiling := ceilings.get(f"sustained gemm {parameters['precision']}"):
         metrics["sustained_ceiling"] = ceiling
         metrics["sustained_ceiling_fraction"] = metrics["sustained_tflops"] / ceiling
