@@ -76,6 +76,7 @@ SIZES: dict[str, ModelConfig] = {
         ModelConfig("large", "2025 and 2026", 1280, 5120, 36, 20),
         ModelConfig("xl-2025", "2025", 1600, 6400, 48, 25),
         ModelConfig("2.7b", "2025; xl of 2026", 2560, 10240, 32, 32),
+        ModelConfig("8b", "2026 leaderboard", 4096, 11008, 34, 32, vocab_size=151_936),
         ModelConfig("10b", "2026", 4608, 12288, 50, 36),
     )
 }
@@ -280,6 +281,7 @@ NARROWED = {
     "lengths": "length",
     "d_heads": "head dimension",
     "world_sizes": "number of ranks",
+    "workload": "workload",
 }
 """Parameters of notebooks that name the values of a grid to be measured, and what one such value is
 called.

@@ -18,6 +18,7 @@ PUBLISHED_SIZES = {
     "large": ("2025 and 2026", 1280, 5120, 36, 20),
     "xl-2025": ("2025", 1600, 6400, 48, 25),
     "2.7b": ("2025; xl of 2026", 2560, 10240, 32, 32),
+    "8b": ("2026 leaderboard", 4096, 11008, 34, 32),
     "10b": ("2026", 4608, 12288, 50, 36),
 }
 SMOKE_SIZES = {
@@ -32,7 +33,7 @@ def test_the_sizes_are_the_published_ones_and_two_small_ones():
     # Records tell a size by the dimensions of the live model, so no two may share them.
     assert len({sizes[1:] for sizes in dimensions.values()}) == len(SIZES)
     for size in SIZES.values():
-        assert size.d_head * size.num_heads == size.d_model and size.vocab_size == 10_000
+        assert size.d_head * size.num_heads == size.d_model and size.vocab_size in (10_000, 151_936)
         assert size.d_head % 2 == 0, "rotary positions pair the dimensions of a head"
 
 

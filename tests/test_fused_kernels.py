@@ -76,7 +76,7 @@ def measure(name: str, size, dtype: torch.dtype, layout: str = "", device: str =
     exact_tensors = [x.detach().double().requires_grad_() for x in tensors]
     with (
         poisoned_memory(),
-        mock.patch.object(ce, "CHUNK_BYTES", 0),
+        mock.patch.multiple(ce, CHUNK_BYTES=0, LEAST_ROWS=128),
         mock.patch.object(gelu_mlp, "TILE", SMALL_TILE if device == "cpu" else gelu_mlp.TILE),
     ):
         values = results(ours, tensors)

@@ -3,7 +3,7 @@ several GPUs.
 
 Sections: "ceilings" (of the first GPU), "collectives" (every operation, size and transport),
 "steps" (a training step under every way to share it out: data parallel, with a sharded optimizer,
-fully sharded, and torch's own).
+fully sharded, and torch's own), "8b" (see `step_8b`).
 
 One launch of the ranks measures all phases of a case. The steps of a case are taken in turn in the
 same processes, so that their ratios are of one machine at one time.
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from labkit.accounting import OPERATIONS
 from labkit.configs import DISTRIBUTED
 from labkit.device import Device, gpu_links, num_usable_cores
+from labkit.experiments import step_8b
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import NUM_WARMUP, WAYS, steps_rank
@@ -55,16 +56,27 @@ time.
 
 
 def cases(
-    profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_sizes: Sequence[int] = ()
+    profile: str,
+    device_kind: str,
+    *,
+    sizes: Sequence[str] = (),
+    world_sizes: Sequence[int] = (),
+    workload: Sequence[str] = (),
 ) -> list[Case]:
     """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = DISTRIBUTED[profile]
+    workload = workload or grid.workload
     limit, is_cuda = grid.case_timeout_s, device_kind == "cuda"
     wanted = world_sizes or grid.world_sizes
     # Ranks that share a core mostly wait for one another.
     num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
     here = sorted(n for n in wanted if n <= num_places) or wanted[:1]
     planned = ceiling_cases(grid.ceilings, limit) if is_cuda else []
+    if "8b" in workload:
+        case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
+        planned.append(Case("8b", case, tuple(step_8b.WAYS), grid.board_timeout_s))
+    if "chapter" not in workload:
+        return planned
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
         phases = tuple(
             f"{operation} {dtype} {num_bytes}"
@@ -246,6 +258,12 @@ def _run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterat
     return _run_ranks(steps_rank, _step, device, case, case.parameters, case.time_limit_s)
 
 
-run_case = functools.partial(
-    run_section, {**CEILINGS, "collectives": _run_collectives, "steps": _run_steps}
-)
+def _run_8b(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    if device.kind != "cuda":
+        raise Skip(f"the step of 8.1 B needs two GPUs; this is {device.name}")
+    make = functools.partial(step_8b.measured, ceilings)
+    return _run_ranks(step_8b.board_rank, make, device, case, case.parameters)
+
+
+SECTIONS = {**CEILINGS, "collectives": _run_collectives, "steps": _run_steps, "8b": _run_8b}
+run_case = functools.partial(run_section, SECTIONS)

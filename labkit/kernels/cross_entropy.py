@@ -40,6 +40,7 @@ from labkit.kernels.fused import (
 from labkit.kernels.launch import Launcher
 
 CHUNK_BYTES = 2**27  # of the logits of one chunk
+LEAST_ROWS = 2048  # of one chunk, with however large a vocabulary
 MAX_BLOCK = 4096
 NUM_WARPS = 8
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -221,7 +222,10 @@ def _linear_forward(
     chunks.
     """
     num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
-    chunk_rows = max(CHUNK_BYTES // (vocabulary * weight_VC.element_size()) // 128 * 128, 128)
+    fitting = CHUNK_BYTES // (vocabulary * weight_VC.element_size()) // 128 * 128
+    # Each chunk reads and writes all of N ∂W in fp32: of few rows, that would take longer than the
+    # product.
+    chunk_rows = max(fitting, LEAST_ROWS)
     rows_N3 = hidden_NC.new_empty(num_rows, 3, dtype=torch.float32)
     gradients = _empty_gradients(hidden_NC, weight_VC) if with_gradients else []
     for start in range(0, max(num_rows, 1), chunk_rows):
@@ -295,7 +299,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     for fp64).
 
     Gradients are computed on the way forward; kept are those, of the weight in fp32. Logits are
-    there for as many rows at a time as take 128 MiB.
+    there for as many rows at a time as take 128 MiB, for 2,048 at least.
 
     Args:
         hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (fp64 in plain PyTorch).

@@ -12,7 +12,7 @@ from labkit import accounting
 from labkit.configs import STEP_PARTS, model_config
 from labkit.report import figures
 from labkit.report.frame import cell, select, size_name, usable
-from labkit.report.text import gib
+from labkit.report.text import gib, number, percent
 
 TOGETHER = [
     "session",
@@ -212,3 +212,24 @@ def split_table(steps: pd.DataFrame) -> pd.DataFrame:
     rows["drift, rest"] = rows["drift"] + rows["remainder"]
     columns = ["ratio", "exposed", "contention", "added, idle", "saved", "drift, rest"]
     return rows.set_index("phase")[columns].mul(100).round(1).rename_axis("way").reset_index()
+
+
+BOARD = {
+    "step (s)": ("sustained_ms", lambda ms: number(ms / 1e3)),
+    "tokens/s": ("tokens_per_s", number),
+    "of the roof": ("sustained_ceiling_fraction", percent),
+    "peak (GiB)": ("peak_bytes", gib),
+    "power (W)": ("watts", number),
+    "loss off by": ("loss_deviation", "{:.0e}".format),
+}
+"""Columns of the step of 8.1 B: metric and form."""
+
+
+def board(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns the ways of the step of 8.1 B, in the order in which one part follows another."""
+    return pd.DataFrame(
+        [
+            {"way": row["phase"], **{name: cell(row, *how) for name, how in BOARD.items()}}
+            for row in rows.to_dict("records")
+        ]
+    )

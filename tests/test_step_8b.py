@@ -1,0 +1,64 @@
+"""The step of the 8.1 B model: what its blocks keep, that every way trains alike, its record."""
+
+import pytest
+import torch
+
+from labkit.configs import model_config
+from labkit.experiments.step_8b import kept, measured
+from labkit.experiments.sweep import Case
+from labkit.models.transformer import TransformerLM, language_model_loss
+from labkit.parallel.launch import launch
+
+CASE = {"size": "nano", "context": 64, "precision": "fp32", "world_size": 2}
+WAYS = ("off the shelf", "and our AdamW, in backward")
+
+
+@pytest.mark.parametrize(
+    ("room_gb", "num_attention", "num_products"),
+    [(60, 0, 0), (70, 7, 0), (82, 33, 1), (147, 7, 27), (200, 0, 34)],
+)
+def test_blocks_keep_what_fits_the_last_ones_most(room_gb, num_attention, num_products):
+    levels = kept(model_config("8b"), 32_768, 2, room_gb * 1e9)
+    counts = [34 - num_attention - num_products, num_attention, num_products]
+    names = ("input", "attention", "products")
+    assert levels == [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+
+
+def reference(num_steps=10):
+    """Losses of one process that trains on the sequences of both ranks."""
+    config = model_config("nano")
+    torch.manual_seed(0)
+    model = TransformerLM(config, max_context=64, attention="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ranks = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    draws = [torch.randint(config.vocab_size, (2, 1, 64), generator=rank) for rank in ranks]
+    tokens, targets = torch.cat(draws, 1)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = language_model_loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_every_way_trains_as_one_process_does():
+    # Room for the products of one of two blocks.
+    arguments = (WAYS, CASE, "aot_eager_decomp_partition", 36.8e6)
+    rank = dict(launch("labkit.experiments.step_8b:board_rank", 2, *arguments, device="cpu")[0])
+    assert rank[WAYS[1]]["levels"] == ["attention", "products"]
+    for way in WAYS:
+        assert rank[way]["losses"] == pytest.approx(reference(), rel=1e-5)
+
+
+def test_other_losses_have_no_time():
+    seen = {"losses": [9.0, 8.0], "reference": [9.0, 8.01], "samples_ms": [2.0, 4.0]}
+    seen |= {"watts": None, "peak_bytes": None, "levels": ["input"] * 2}
+    case = Case("8b", CASE, WAYS, 60.0)
+    result = measured({}, case, [seen, seen | {"samples_ms": [3.0, 3.0]}])
+    assert result.samples["step_ms"] == [3.0, 4.0] and result.metrics["sustained_ms"] == 3.5
+    assert result.metrics["tokens_per_s"] == pytest.approx(128 / 3.5e-3)
+    with pytest.raises(ValueError, match="losses"):
+        measured({}, case, [seen | {"losses": [9.0, 8.2]}])
