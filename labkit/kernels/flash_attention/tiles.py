@@ -168,8 +168,8 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool) -> str:
     own, or after "gluon" "one pass" or "two passes".
 
     "one pass" where the parts of q's gradient are added in one order without much waiting; "two
-    passes" else, as always at other head dimensions than 64 and 128, with grouped heads, and with
-    short full masks at 64, in persistent programs.
+    passes" else, as always at other head dimensions than 64 and 128, and with short full masks at
+    64, in persistent programs.
 
     Args:
         q, k: (B, H, S, D) or (B, S, D).
@@ -179,9 +179,10 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool) -> str:
     *heads, num_queries, head_dim = q.shape
     *key_heads, num_keys, _ = k.shape
     is_short = head_dim == 64 and not causal and max(num_queries, num_keys) <= PERSISTENT_UNTIL
-    if is_short or heads != key_heads or head_dim not in SINGLE_PASS_HEAD_DIMS:
+    if is_short or head_dim not in SINGLE_PASS_HEAD_DIMS:
         return "two passes"
-    shape = (math.prod(heads), num_queries, num_keys, head_dim)
+    group = math.prod(heads) // math.prod(key_heads)
+    shape = (math.prod(key_heads), num_queries * group, num_keys, head_dim)
     programs = num_multiprocessors(q.device.index)
     pays = hopper_kernels("one_pass").ordering_pays(*shape, causal, programs)
     return "one pass" if pays else "two passes"

@@ -28,6 +28,7 @@ gives its registers to them.
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -49,7 +50,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     accumulator,
     accumulators,
     counting,
-    decode_tile,
     finished,
     parts,
     plus_product,
@@ -98,15 +98,7 @@ QUEUE_FROM = 2048
 DYNAMIC_FROM = 3
 DYNAMIC_FROM_KEYS = 512
 
-# Where there are about as many key heads as programs (SECTIONS_FROM for each), every program reads
-# keys of its own, at 128 columns faster than memory gives them. Then the tiles of so many heads
-# come first as have their keys and values in half of Hopper's L2 cache (16, 16, 1024, 128: 7 to 14
-# % faster; before, 0.63 GB were read of tensors of 0.20). With fewer heads several programs share
-# each one's keys anyway, and a section's last tiles are too few to end together (1, 16, 16384, 128:
-# 9 % slower).
-SECTION_BYTES = 24 << 20
-SECTION_COLUMNS = 128
-SECTIONS_FROM = 2 / 3
+RUN_PAYS = 0.4
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
@@ -117,7 +109,7 @@ LENGTHS = (
     "num_queries",
     "num_keys",
     "num_splits",
-    "section",
+    "run",
 )
 
 
@@ -140,7 +132,7 @@ class Shared:
     num_queries: Value
     num_keys: Value
     num_splits: Value
-    section: Value
+    run: Value
     scale_log2: Value
     BLOCK_K: Value
     D: Value
@@ -164,13 +156,19 @@ def _work_tile(s, t):
     """The first query of the t-th work tile, its head and split, the first key tile that it takes
     and how many it takes: one at least, so that a row without keys is written.
 
-    Heads one after another share their keys in the L2 cache. When causal the longest tiles of all
-    heads of a section come first: each program takes the next one when it is done.
+    Programs that take tiles one after another share their keys in the L2 cache. When causal the
+    longest tiles come first: a run of each key head, counting those of all query heads that read
+    it, and then the next run of each.
     """
     num_q_tiles, num_head_splits = _num_work_tiles(s)
     if s.CAUSAL:
-        head_split, before = decode_tile(t, num_q_tiles, num_head_splits, s.section)
-        tile = num_q_tiles - 1 - before
+        num_key_heads = num_head_splits // s.group
+        before = t // (s.run * num_key_heads) * s.run
+        length = gl.minimum(s.run, num_q_tiles * s.group - before)
+        place = t - before * num_key_heads
+        before += place % length
+        head_split = place // length * s.group + before % s.group
+        tile = num_q_tiles - 1 - before // s.group
     else:
         tile = t % num_q_tiles
         head_split = t // num_q_tiles
@@ -411,7 +409,7 @@ def hopper_fwd_kernel(
     num_queries,
     num_keys,
     num_splits,
-    section,
+    run,
     scale_log2,
     BLOCK_K: gl.constexpr,
     D: gl.constexpr,
@@ -426,10 +424,9 @@ def hopper_fwd_kernel(
     """The output and the log-sum-exp; a program takes tiles of 64 queries a consumer, one after
     another.
 
-    CAUSAL: the tiles of `section` heads come before those of the next as many. DYNAMIC: programs
-    take tiles from the counter at tile_counter_ptr, which begins at 0. SPLIT_K: of each split of
-    the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches, queries, columns),
-    and its log-sum-exp; out_desc is not used then.
+    DYNAMIC: programs take tiles from the counter at tile_counter_ptr, which begins at 0. SPLIT_K:
+    of each split of the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches,
+    queries, columns), and its log-sum-exp; out_desc is not used then.
     """
     numbers_s = counting(BLOCK_K) if CAUSAL or not EVEN_K else None
     tiles = queue(CONSUMERS) if DYNAMIC else None
@@ -450,7 +447,7 @@ def hopper_fwd_kernel(
         num_queries,
         num_keys,
         num_splits,
-        section,
+        run,
         scale_log2,
         BLOCK_K,
         D,
@@ -480,15 +477,12 @@ def hopper_fwd_kernel(
         )
 
 
-def _section(num_heads: int, num_key_heads: int, key_head_bytes: int, programs: int) -> int:
-    """Returns of how many heads (of all batches) the causal tiles come first, before those of as
-    many others: all, or what fits in SECTION_BYTES, if possible a divisor, for a small last section
-    would leave programs idle at the end.
+def _run(num_tiles: int, num_key_heads: int, programs: int) -> int:
+    """Returns how many causal tiles of a key head are taken one after another; it has `num_tiles`
+    of all query heads that read it.
     """
-    fit = SECTION_BYTES // key_head_bytes * num_heads // num_key_heads or 1
-    if num_heads <= fit or num_key_heads < SECTIONS_FROM * programs:
-        return num_heads
-    return next((n for n in range(fit, fit // 2, -1) if num_heads % n == 0), fit)
+    run = math.isqrt(int(RUN_PAYS * num_tiles * num_tiles * num_key_heads / (2 * programs)))
+    return min(run, num_tiles) if run * num_key_heads > programs else 1
 
 
 def plan(
@@ -509,12 +503,10 @@ def plan(
     num_tiles = -(-num_queries // rows) * num_heads_total
     programs = num_multiprocessors(device_index)
     num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal)
+    run_length = _run(num_tiles // num_key_heads, num_key_heads, programs)
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
     dynamic = causal and num_keys >= DYNAMIC_FROM_KEYS and num_tiles > DYNAMIC_FROM * programs
-    section = num_heads_total * num_splits
-    if dynamic and head_dim >= SECTION_COLUMNS:
-        section = _section(section, num_key_heads, 4 * num_keys * head_dim, programs)
     persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
     numbers = (
@@ -524,7 +516,7 @@ def plan(
         num_queries,
         num_keys,
         num_splits,
-        section,
+        run_length,
         scale * LOG2_E,
     )
     constants = {

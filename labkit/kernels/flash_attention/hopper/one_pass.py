@@ -4,8 +4,8 @@ of ∂Q added up.
     P = exp2(scale · log2(e) · Q Kᵀ − L)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
     ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
 
-Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads as query heads,
-causal (aligned to the bottom right) or not. L in base 2 and D come padded from the Triton kernels
+Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, causal (aligned to the bottom right)
+or not; the key heads divide the query heads. L in base 2 and D come padded from the Triton kernels
 of `flash_attention`.
 
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two
@@ -18,7 +18,7 @@ the one before it, which it sees by a semaphore in global memory, the count of t
 wait where they start together or end together. `ordering_pays` says where they would wait longer
 than the two kernels take.
 
-Persistent programs take work tiles, 128 keys of one head each, from a counter, and load the next
+Persistent programs take work tiles, 128 keys of one key head each, from a counter, and load the next
 one while the last ends. A work tile only ever waits for one of a smaller number, which some program
 has begun: there is no deadlock.
 
@@ -40,7 +40,8 @@ A consumer's iteration i, with the products that are in flight while it computes
 from shared memory too, for in registers over the loop's back edge ptxas would serialise all
 products (C7512), and spill.
 
-Every program starts at the last query tile, and the programs of several heads take turns: those
+Every program starts at the last query tile, of each query head that reads its keys, so that a step
+of all programs of a head is the same tile. The programs of several heads take turns: those
 that run at once then add to many different tiles. The more heads, the shorter the programs of a
 head wait for one another, and the fewer read the same tiles from the cache while they are there.
 When causal, the longest programs come first.
@@ -73,7 +74,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     async_store,
     barriers,
     counting,
-    decode_tile,
     described_as,
     finished,
     fp32_layout,
@@ -136,6 +136,7 @@ MOST_WAITING = {64: 0.16, 128: 0.3}  # see `ordering_pays`
 LENGTHS = (
     "num_heads",
     "num_heads_total",
+    "group",
     "num_queries",
     "num_keys",
     "padded_queries",
@@ -172,6 +173,7 @@ class Shared:
     tile_counter_ptr: Value
     num_heads: Value
     num_heads_total: Value
+    group: Value
     num_queries: Value
     num_keys: Value
     padded_queries: Value
@@ -186,16 +188,23 @@ class Shared:
 
 @gluon.jit
 def _work_tile(s, index):
-    """A work tile's head, counted over the batch, its tile of keys, the last query tile, where its
-    loop starts, and the length of the loop, at least 1; `heads_in_flight` heads take turns.
+    """A work tile's key head, counted over the batch, its tile of keys, the last query tile, where
+    its loop starts, and the length of the loop, at least 1; `heads_in_flight` heads take turns.
+
+    Step i of the loop is the tile i // group before the last of query head i % group.
     """
     num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
-    head_total, key_tile = decode_tile(index, num_tiles, s.num_heads_total, s.heads_in_flight)
+    # The next heads follow when all tiles of these are given out.
+    first_head = index // (s.heads_in_flight * num_tiles) * s.heads_in_flight
+    width = gl.minimum(s.heads_in_flight, s.num_heads_total - first_head)
+    place = index - first_head * num_tiles
+    head_total = first_head + place % width
+    key_tile = place // width
     last = (s.num_queries + s.BLOCK_Q - 1) // s.BLOCK_Q - 1
     low = key_tile * 0
     if s.CAUSAL:
         low = gl.maximum(key_tile * BLOCK_K - (s.num_keys - s.num_queries), 0) // s.BLOCK_Q
-    return head_total, key_tile, last, last + 1 - low
+    return head_total, key_tile, last, (last + 1 - low) * s.group
 
 
 @gluon.jit
@@ -210,15 +219,17 @@ def _producer(s):
         batch = head_total // s.num_heads
         head = head_total % s.num_heads
         for i in range(count):
-            row = (last_tile - i) * s.BLOCK_Q
-            row_total = head_total * s.padded_queries + row
-            s.q.load(j, batch, head, row, row_total)
+            member = i % s.group
+            row = (last_tile - i // s.group) * s.BLOCK_Q
+            query_head = head * s.group + member
+            row_total = (head_total * s.group + member) * s.padded_queries + row
+            s.q.load(j, batch, query_head, row, row_total)
             if i == 0:
                 for c in gl.static_range(2):
                     s.k.load(turn * 2 + c, batch, head, key_tile * BLOCK_K + c * 64)
                 for c in gl.static_range(2):
                     s.v.load(turn * 2 + c, batch, head, key_tile * BLOCK_K + c * 64)
-            s.grad_out.load(j, batch, head, row, row_total)
+            s.grad_out.load(j, batch, query_head, row, row_total)
             j += 1
         # Taken while the last tiles are computed: sooner, another program would wait for one that
         # has not begun.
@@ -291,7 +302,8 @@ def _writer(s, W: gl.constexpr):
             if i >= added:
                 added = _await_more_than(i, mine - WRITERS)
             mbarrier.wait(s.grad_q_full.index(W), ((j + i) // WRITERS) & 1)
-            row = (head_total * (last_tile + 1) + last_tile - i) * 32
+            query_head = head_total * s.group + i % s.group
+            row = (query_head * (last_tile + 1) + last_tile - i // s.group) * 32
             for c in gl.static_range(2):
                 # The first program writes: what it writes to needs no zeros.
                 if key_tile == 0:
@@ -364,10 +376,11 @@ def _consumer(s, C: gl.constexpr):
     while index < s.num_work_tiles:
         _, key_tile, last_tile, count = _work_tile(s, index)
         after = base + count
-        # The warpgroup's keys that there are; and the first query that sees its first key, from the
-        # query at which the loop would have been at the very first tile of all.
+        # The warpgroup's keys that there are, and the first step with a query that does not see all
+        # of them.
         present = s.num_keys - (key_tile * BLOCK_K + C * 64)
-        diagonal = s.num_queries - present - (last_tile + base) * s.BLOCK_Q
+        unmasked = (last_tile + 1) * s.BLOCK_Q - 63 - (s.num_queries - present)
+        masked_from = base + unmasked // s.BLOCK_Q * s.group
         grad_k = (accumulator(s.D),)
         grad_v = (accumulator(s.D),)
         s.k.wait(turn * 2)
@@ -395,11 +408,15 @@ def _consumer(s, C: gl.constexpr):
             scores = warpgroup_mma_wait(2, deps=(scores_mma,))
             # The masks' numbers come from shared memory: as constants they stay in registers.
             if s.CAUSAL:
-                if diagonal + j * s.BLOCK_Q > -63:
+                if j >= masked_from:
                     # Passes at once; without it ptxas makes the branch into selects that every tile
                     # pays for.
                     mbarrier.wait(s.passed, 1)
-                    keys = s.numbers_s.slice(0, 64).load(KEYS) + (diagonal + j * s.BLOCK_Q)
+                    # Once more, so that these stay in no registers.
+                    _, key_tile_m, last_tile_m, _ = _work_tile(s, s.work.number(turn))
+                    first_key = key_tile_m * BLOCK_K + C * 64 - (s.num_keys - s.num_queries)
+                    row = (last_tile_m - (j - base) // s.group) * s.BLOCK_Q
+                    keys = s.numbers_s.slice(0, 64).load(KEYS) + (first_key - row)
                     queries = s.numbers_s.load(QUERIES)
                     scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
             elif not s.EVEN_K:
@@ -492,6 +509,7 @@ def hopper_bwd_single_kernel(
     tile_counter_ptr,
     num_heads,
     num_heads_total,
+    group,
     num_queries,
     num_keys,
     padded_queries,
@@ -536,6 +554,7 @@ def hopper_bwd_single_kernel(
         tile_counter_ptr,
         num_heads,
         num_heads_total,
+        group,
         num_queries,
         num_keys,
         padded_queries,
@@ -653,7 +672,8 @@ def ordering_pays(
     and two were of one and two heads.
 
     Args:
-        num_heads_total: of all batches.
+        num_heads_total: key heads of all batches.
+        num_queries: that read one key head, of all its query heads.
         programs: how many run at once.
     """
     key_tiles = -(-num_keys // BLOCK_K.value)
@@ -678,15 +698,15 @@ def plan(
     scale: float,
     causal: bool,
 ) -> Callable[..., None]:
-    """Returns what writes the gradients, as `two_passes.plan` does; q and k have as many
-    heads.
-    """
+    """Returns what writes the gradients, as `two_passes.plan` does."""
     num_batches, num_heads, num_queries, head_dim = q.shape
-    num_keys = k.shape[2]
+    num_key_heads, num_keys = k.shape[1:3]
+    group = num_heads // num_key_heads
     num_heads_total = num_batches * num_heads
+    num_key_heads_total = num_batches * num_key_heads
     block_q = SINGLE[head_dim]["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
-    num_work_tiles = -(-num_keys // BLOCK_K.value) * num_heads_total
+    num_work_tiles = -(-num_keys // BLOCK_K.value) * num_key_heads_total
     programs = num_multiprocessors(device_index)
     # Two parts of 64 × 64 a tile, each 16 rows of 256.
     dq_accum_shape = (num_heads_total * num_tiles * 32, 256)
@@ -698,10 +718,12 @@ def plan(
     described = [
         *(tiles_of(x, block_q, 0)[:1] for x in (q, grad_out)),
         *(tiles_of(x, ROWS, 0)[:1] for x in (k, v, grad_k, grad_v)),
-        *((rows,) for rows in (statistics, statistics, halves)),
+        *((x,) for x in (statistics, statistics, halves)),
     ]
-    turns = heads_in_flight(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
-    lengths = (num_heads, num_heads_total, num_queries, num_keys, padded_queries)
+    rows = num_queries * group
+    turns = heads_in_flight(num_key_heads_total, rows, num_keys, head_dim, causal, programs)
+    heads = (num_key_heads, num_key_heads_total, group)
+    lengths = (num_queries, num_keys, padded_queries)
     constants = {
         "D": head_dim,
         "CAUSAL": causal,
@@ -712,7 +734,7 @@ def plan(
         hopper_bwd_single_kernel,
         (min(num_work_tiles, programs),),
         described,
-        (*lengths, turns, num_work_tiles, scale * LOG2_E),
+        (*heads, *lengths, turns, num_work_tiles, scale * LOG2_E),
         constants,
         2,
     )

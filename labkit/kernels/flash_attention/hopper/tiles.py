@@ -309,19 +309,6 @@ def queue(READERS: gl.constexpr):
     return Queue(numbers, barriers(2, 1), barriers(2, READERS))
 
 
-@gluon.jit
-def decode_tile(index, num_tiles, num_heads, section):
-    """The head (of all batches) and the tile that a number stands for.
-
-    The heads of a section take turns, tile by tile; the next section follows when all of their
-    tiles are given out.
-    """
-    first = index // (section * num_tiles) * section
-    width = gl.minimum(section, num_heads - first)
-    place = index - first * num_tiles
-    return first + place % width, place // width
-
-
 @functools.cache
 def tile_layout(num_columns: int) -> gl.NVMMASharedLayout:
     """The layout of tiles of 16-bit numbers; 128 columns lie as two times 64."""
