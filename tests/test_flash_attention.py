@@ -972,7 +972,7 @@ def test_hopper_kernels_are_within_the_budget(case, dtype):
 @pytest.mark.parametrize("run", [1, 4])
 def test_tiles_in_runs_are_within_the_budget(shape, run, monkeypatch):
     monkeypatch.setattr(forward, "DYNAMIC_FROM", 0)
-    monkeypatch.setattr(forward, "_run", lambda *_: run)
+    monkeypatch.setattr(forward, "turns", lambda *_: (2, run))
     case = Case((*shape, 1200, 1300, 128), causal=True, dtype="bfloat16")
     check(measure(case, "gluon", "cuda"))
 

@@ -28,7 +28,6 @@ gives its registers to them.
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -50,6 +49,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     accumulator,
     accumulators,
     counting,
+    decode_tile,
     finished,
     parts,
     plus_product,
@@ -62,6 +62,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     tiles_of,
     times_transposed,
     to_low,
+    turns,
 )
 from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.flash_attention.splits import (
@@ -98,8 +99,6 @@ QUEUE_FROM = 2048
 DYNAMIC_FROM = 3
 DYNAMIC_FROM_KEYS = 512
 
-RUN_PAYS = 0.4
-
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
 LENGTHS = (
@@ -109,6 +108,7 @@ LENGTHS = (
     "num_queries",
     "num_keys",
     "num_splits",
+    "section",
     "run",
 )
 
@@ -132,6 +132,7 @@ class Shared:
     num_queries: Value
     num_keys: Value
     num_splits: Value
+    section: Value
     run: Value
     scale_log2: Value
     BLOCK_K: Value
@@ -157,17 +158,14 @@ def _work_tile(s, t):
     and how many it takes: one at least, so that a row without keys is written.
 
     Programs that take tiles one after another share their keys in the L2 cache. When causal the
-    longest tiles come first: a run of each key head, counting those of all query heads that read
-    it, and then the next run of each.
+    longest tiles of a section come first; a key head has those of all query heads that read it.
     """
     num_q_tiles, num_head_splits = _num_work_tiles(s)
     if s.CAUSAL:
-        num_key_heads = num_head_splits // s.group
-        before = t // (s.run * num_key_heads) * s.run
-        length = gl.minimum(s.run, num_q_tiles * s.group - before)
-        place = t - before * num_key_heads
-        before += place % length
-        head_split = place // length * s.group + before % s.group
+        key_head_split, before = decode_tile(
+            t, num_q_tiles * s.group, num_head_splits // s.group, s.section, s.run
+        )
+        head_split = key_head_split * s.group + before % s.group
         tile = num_q_tiles - 1 - before // s.group
     else:
         tile = t % num_q_tiles
@@ -409,6 +407,7 @@ def hopper_fwd_kernel(
     num_queries,
     num_keys,
     num_splits,
+    section,
     run,
     scale_log2,
     BLOCK_K: gl.constexpr,
@@ -447,6 +446,7 @@ def hopper_fwd_kernel(
         num_queries,
         num_keys,
         num_splits,
+        section,
         run,
         scale_log2,
         BLOCK_K,
@@ -477,14 +477,6 @@ def hopper_fwd_kernel(
         )
 
 
-def _run(num_tiles: int, num_key_heads: int, programs: int) -> int:
-    """Returns how many causal tiles of a key head are taken one after another; it has `num_tiles`
-    of all query heads that read it.
-    """
-    run = math.isqrt(int(RUN_PAYS * num_tiles * num_tiles * num_key_heads / (2 * programs)))
-    return min(run, num_tiles) if run * num_key_heads > programs else 1
-
-
 def plan(
     q: Layout, k: Layout, v: Layout, out: Layout, device_index: int, *, scale: float, causal: bool
 ) -> Callable[..., None]:
@@ -502,8 +494,10 @@ def plan(
     num_heads_total, num_key_heads = num_heads * num_batches, k.shape[1] * num_batches
     num_tiles = -(-num_queries // rows) * num_heads_total
     programs = num_multiprocessors(device_index)
-    num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal)
-    run_length = _run(num_tiles // num_key_heads, num_key_heads, programs)
+    key_tiles = -(-num_keys // block_k)
+    num_splits = num_splits_of(num_tiles, key_tiles, programs, causal)
+    group = num_heads_total // num_key_heads
+    section, run_length = turns(num_key_heads, num_tiles // num_key_heads, key_tiles, programs)
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
     dynamic = causal and num_keys >= DYNAMIC_FROM_KEYS and num_tiles > DYNAMIC_FROM * programs
@@ -512,11 +506,12 @@ def plan(
     numbers = (
         num_heads,
         num_heads_total,
-        num_heads_total // num_key_heads,
+        group,
         num_queries,
         num_keys,
         num_splits,
-        run_length,
+        section,
+        run_length * group,
         scale * LOG2_E,
     )
     constants = {

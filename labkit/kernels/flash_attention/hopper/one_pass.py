@@ -18,9 +18,9 @@ the one before it, which it sees by a semaphore in global memory, the count of t
 wait where they start together or end together. `ordering_pays` says where they would wait longer
 than the two kernels take.
 
-Persistent programs take work tiles, 128 keys of one key head each, from a counter, and load the next
-one while the last ends. A work tile only ever waits for one of a smaller number, which some program
-has begun: there is no deadlock.
+Persistent programs take work tiles, 128 keys of one key head each, from a counter, and load the
+next one while the last ends. A work tile only ever waits for one of a smaller number, which some
+program has begun: there is no deadlock.
 
 How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64 keys each
 multiply, and two writer warps add their tiles of ∂Q to the accumulator in global memory by TMA,
@@ -49,7 +49,6 @@ When causal, the longest programs come first.
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -76,6 +75,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     async_store,
     barriers,
     counting,
+    decode_tile,
     described_as,
     finished,
     fp32_layout,
@@ -90,6 +90,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     tile_launch,
     tiles_of,
     times_transposed,
+    turns,
 )
 from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.launch import Launch, num_multiprocessors
@@ -125,13 +126,11 @@ WRITERS = gl.constexpr(2)  # warps that add to ∂Q
 # per tensor, and ∂S and ∂Q 32 KiB or more.
 SINGLE = {
     64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2},
-    **dict.fromkeys((72, 80, 96, 128), {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2}),
+    72: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
+    80: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
+    96: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
+    128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
 }
-# Heads whose programs take turns, at most and causal always, for at the end of a head loops are
-# short; and how much of its time a multiprocessor may wait where loops are equally long and fewer
-# heads are enough.
-HEADS_IN_FLIGHT = {64: 64, 72: 32, 80: 32, 96: 32, 128: 32}
-WAITING = 0.02
 MOST_WAITING = {64: 0.16, 72: 0.3, 80: 0.3, 96: 0.3, 128: 0.3}  # see `ordering_pays`
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
@@ -144,7 +143,8 @@ LENGTHS = (
     "num_keys",
     "padded_queries",
     "num_tiles",
-    "heads_in_flight",
+    "section",
+    "run",
     "num_work_tiles",
 )
 
@@ -180,7 +180,8 @@ class Shared:
     num_queries: Value
     num_keys: Value
     padded_queries: Value
-    heads_in_flight: Value
+    section: Value
+    run: Value
     num_work_tiles: Value
     scale_log2: Value
     BLOCK_Q: Value
@@ -190,19 +191,28 @@ class Shared:
 
 
 @gluon.jit
+def _take_work_tile(s):
+    """The number of the next work tile: its key head's, times the tiles of a head, plus its own."""
+    # From a counter, so that whoever waits for a work tile waits for a program that runs.
+    index = gl.atomic_add(s.tile_counter_ptr, 1)
+    num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
+    last = s.num_work_tiles - 1
+    head_total, key_tile = decode_tile(
+        gl.minimum(index, last), num_tiles, s.num_heads_total, s.section, s.run
+    )
+    return gl.where(index > last, index, head_total * num_tiles + key_tile)
+
+
+@gluon.jit
 def _work_tile(s, index):
     """A work tile's key head, counted over the batch, its tile of keys, the last query tile, where
-    its loop starts, and the length of the loop, at least 1; `heads_in_flight` heads take turns.
+    its loop starts, and the length of the loop, at least 1.
 
     Step i of the loop is the tile i // group before the last of query head i % group.
     """
     num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
-    # The next heads follow when all tiles of these are given out.
-    first_head = index // (s.heads_in_flight * num_tiles) * s.heads_in_flight
-    width = gl.minimum(s.heads_in_flight, s.num_heads_total - first_head)
-    place = index - first_head * num_tiles
-    head_total = first_head + place % width
-    key_tile = place // width
+    head_total = index // num_tiles
+    key_tile = index % num_tiles
     last = (s.num_queries + s.BLOCK_Q - 1) // s.BLOCK_Q - 1
     low = key_tile * 0
     if s.CAUSAL:
@@ -212,8 +222,7 @@ def _work_tile(s, index):
 
 @gluon.jit
 def _producer(s):
-    # From a counter, so that whoever waits for a work tile waits for a program that runs.
-    index = gl.atomic_add(s.tile_counter_ptr, 1)
+    index = _take_work_tile(s)
     s.work.hand(0, index)
     turn = 0
     j = 0
@@ -236,7 +245,7 @@ def _producer(s):
             j += 1
         # Taken while the last tiles are computed: sooner, another program would wait for one that
         # has not begun.
-        index = gl.atomic_add(s.tile_counter_ptr, 1)
+        index = _take_work_tile(s)
         turn += 1
         s.work.hand(turn, index)
 
@@ -326,8 +335,8 @@ def _writer(s, W: gl.constexpr):
 
 @gluon.jit
 def _grad_q_product(s, zero, j, C: gl.constexpr):
-    """∂S K of tile j over the 128 keys, for warpgroup C's part, 64 queries × 64 columns or the tail:
-    two products in flight.
+    """∂S K of tile j over the 128 keys, for warpgroup C's part, 64 queries and 64 columns or the
+    tail's: two products in flight.
     """
     DTYPE: gl.constexpr = s.grad_scores_s.dtype
     LAYOUT: gl.constexpr = s.grad_scores_s.layout
@@ -439,9 +448,9 @@ def _consumer(s, C: gl.constexpr):
                     # pays for.
                     mbarrier.wait(s.passed, 1)
                     # Once more, so that these stay in no registers.
-                    _, key_tile_m, last_tile_m, _ = _work_tile(s, s.work.number(turn))
+                    _, key_tile_m, last_tile_m, count_m = _work_tile(s, s.work.number(turn))
                     first_key = key_tile_m * BLOCK_K + C * 64 - (s.num_keys - s.num_queries)
-                    row = (last_tile_m - (j - base) // s.group) * s.BLOCK_Q
+                    row = (last_tile_m - (count_m - (after - j)) // s.group) * s.BLOCK_Q
                     keys = s.numbers_s.slice(0, 64).load(KEYS) + (first_key - row)
                     queries = s.numbers_s.load(QUERIES)
                     scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
@@ -553,7 +562,8 @@ def hopper_bwd_single_kernel(
     num_queries,
     num_keys,
     padded_queries,
-    heads_in_flight,
+    section,
+    run,
     num_work_tiles,
     scale_log2,
     BLOCK_Q: gl.constexpr,
@@ -605,7 +615,8 @@ def hopper_bwd_single_kernel(
         num_queries,
         num_keys,
         padded_queries,
-        heads_in_flight,
+        section,
+        run,
         num_work_tiles,
         scale_log2,
         BLOCK_Q,
@@ -673,38 +684,6 @@ def hopper_bwd_convert_kernel(
         _convert(part_ptr, to, stride_s, *left, scale, 64)
 
 
-def _tiles_each(
-    num_heads_total: int,
-    num_queries: int,
-    num_keys: int,
-    head_dim: int,
-    causal: bool,
-    programs: int,
-):
-    """Returns how many tiles a multiprocessor computes, at least one program's."""
-    work_tiles = max(1, num_heads_total * -(-num_keys // BLOCK_K.value) / programs)
-    return work_tiles * -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
-
-
-def heads_in_flight(
-    num_heads_total: int,
-    num_queries: int,
-    num_keys: int,
-    head_dim: int,
-    causal: bool,
-    programs: int,
-) -> int:
-    """Returns how many heads' programs take turns in one pass; the arguments are those of
-    `ordering_pays`.
-    """
-    most = HEADS_IN_FLIGHT[head_dim]
-    if not causal:
-        tiles = _tiles_each(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
-        most = min(most, math.ceil(programs / (WAITING * tiles)))
-    # As many in every round of heads.
-    return -(-num_heads_total // -(-num_heads_total // most))
-
-
 def ordering_pays(
     num_heads_total: int,
     num_queries: int,
@@ -737,9 +716,11 @@ def ordering_pays(
         head_dim > 64 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs
     ):
         return True
-    shape = (num_heads_total, num_queries, num_keys, head_dim, causal, programs)
-    waiting = min(key_tiles, programs / heads_in_flight(*shape))
-    return waiting < MOST_WAITING[head_dim] * _tiles_each(*shape)
+    steps = -(-num_queries // SINGLE[head_dim]["BLOCK_Q"])
+    section, _ = turns(num_heads_total, key_tiles, steps, programs)
+    # What a multiprocessor computes, at least one program's.
+    computed = max(1, num_heads_total * key_tiles / programs) * steps / (2 if causal else 1)
+    return min(key_tiles, programs / section) < MOST_WAITING[head_dim] * computed
 
 
 def plan(
@@ -762,7 +743,8 @@ def plan(
     num_key_heads_total = num_batches * num_key_heads
     block_q = SINGLE[head_dim]["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
-    num_work_tiles = -(-num_keys // BLOCK_K.value) * num_key_heads_total
+    key_tiles = -(-num_keys // BLOCK_K.value)
+    num_work_tiles = key_tiles * num_key_heads_total
     programs = num_multiprocessors(device_index)
     tail = TAILS[head_dim]
     # Two parts a tile, of 64 × 64 or of a tail's columns, 256 numbers a row.
@@ -783,8 +765,7 @@ def plan(
         (statistics,),
         (first, second if tail else None),
     ]
-    rows = num_queries * group
-    turns = heads_in_flight(num_key_heads_total, rows, num_keys, head_dim, causal, programs)
+    order = turns(num_key_heads_total, key_tiles, num_tiles * group, programs)
     heads = (num_key_heads, num_key_heads_total, group)
     lengths = (num_queries, num_keys, padded_queries)
     constants = {
@@ -797,7 +778,7 @@ def plan(
         hopper_bwd_single_kernel,
         (min(num_work_tiles, programs),),
         described,
-        (*heads, *lengths, turns, num_work_tiles, scale * LOG2_E),
+        (*heads, *lengths, *order, num_work_tiles, scale * LOG2_E),
         constants,
         2,
     )
