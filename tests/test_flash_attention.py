@@ -644,6 +644,22 @@ def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, passes, mon
     assert fa.resolve_backward(q, k, "triton", causal=causal) == "triton"
 
 
+def test_every_work_tile_is_taken_once_after_what_it_waits_for(monkeypatch):
+    """A head's tiles in order, few heads at a time: programs of its backward wait for the tile
+    before theirs."""
+    monkeypatch.setattr(hopper_tiles.gl, "minimum", min)
+    shapes = ((64, 256, 512), (16, 64, 512), (256, 8, 8), (7, 3, 200), (1, 1, 1))
+    for num_heads, num_tiles, longest in shapes:
+        section, run = hopper_tiles.turns(num_heads, num_tiles, longest, programs=132)
+        taken = [
+            hopper_tiles.decode_tile.fn(i, num_tiles, num_heads, section, run)
+            for i in range(num_heads * num_tiles)
+        ]
+        assert len(set(taken)) == len(taken)
+        for head in range(num_heads):
+            assert [tile for h, tile in taken if h == head] == list(range(num_tiles))
+
+
 def test_kernels_that_do_not_load_are_logged(monkeypatch, caplog):
     def missing(part):
         raise AttributeError("create_async_tma_reduce")
