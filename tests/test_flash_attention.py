@@ -645,12 +645,10 @@ def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, passes, mon
 
 
 def test_every_work_tile_is_taken_once_after_what_it_waits_for(monkeypatch):
-    """A head's tiles in order, few heads at a time: programs of its backward wait for the tile
-    before theirs."""
+    """A head's tiles in order: programs of its backward wait for the tile before theirs."""
     monkeypatch.setattr(hopper_tiles.gl, "minimum", min)
-    shapes = ((64, 256, 512), (16, 64, 512), (256, 8, 8), (7, 3, 200), (1, 1, 1))
-    for num_heads, num_tiles, longest in shapes:
-        section, run = hopper_tiles.turns(num_heads, num_tiles, longest, programs=132)
+    shapes = ((64, 256, 22, 8), (16, 64, 16, 8), (256, 8, 32, 1), (7, 3, 4, 2), (1, 1, 1, 1))
+    for num_heads, num_tiles, section, run in shapes:
         taken = [
             hopper_tiles.decode_tile.fn(i, num_tiles, num_heads, section, run)
             for i in range(num_heads * num_tiles)
@@ -715,7 +713,7 @@ def room(shape: tuple[int, int, int, int], transposed: bool) -> Tensor:
 @runs_interpreted
 def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
     """Scaled, in place and at every stride; they lie as the kernel adds them."""
-    batch, heads, num_queries, block_q = 2, 3, 300, one_pass.SINGLE[head_dim]["BLOCK_Q"]
+    batch, heads, num_queries, block_q = 2, 3, 300, one_pass.BLOCK_Q[head_dim]
     num_tiles = -(-num_queries // block_q)
     tail = hopper_tiles.TAILS[head_dim]
     width = 64 + tail if tail else head_dim
@@ -988,7 +986,8 @@ def test_hopper_kernels_are_within_the_budget(case, dtype):
 @pytest.mark.parametrize("run", [1, 4])
 def test_tiles_in_runs_are_within_the_budget(shape, run, monkeypatch):
     monkeypatch.setattr(forward, "DYNAMIC_FROM", 0)
-    monkeypatch.setattr(forward, "turns", lambda *_: (2, run))
+    monkeypatch.setattr(forward, "even_section", lambda *_: 2)
+    monkeypatch.setattr(forward, "run_of", lambda _: run)
     case = Case((*shape, 1200, 1300, 128), causal=True, dtype="bfloat16")
     check(measure(case, "gluon", "cuda"))
 

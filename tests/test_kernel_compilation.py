@@ -415,16 +415,16 @@ def compile_gluon(function, dtype, constants, consumers, *, inner, rows):
 
 def compile_single(head_dim, dtype, *, causal, even):
     """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
-    tiles = one_pass.SINGLE[head_dim]
+    block_q = one_pass.BLOCK_Q[head_dim]
     tail = hopper_tiles.TAILS[head_dim]
     constants = {"D": 64 if tail else head_dim, "TAIL": tail, "CAUSAL": causal, "EVEN_K": even}
-    constants |= tiles
+    constants["BLOCK_Q"] = block_q
     if not tail:
         names = one_pass.hopper_bwd_single_kernel.arg_names
         constants |= dict.fromkeys(name for name in names if "_tail" in name)
     inner = ("q_desc", "grad_out_desc")
     return compile_gluon(
-        one_pass.hopper_bwd_single_kernel, dtype, constants, 2, inner=inner, rows=tiles["BLOCK_Q"]
+        one_pass.hopper_bwd_single_kernel, dtype, constants, 2, inner=inner, rows=block_q
     )
 
 
@@ -597,7 +597,7 @@ def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(
 def test_the_hopper_kernels_load_with_the_installed_triton():
     assert tiles.not_loading() is None
     tables = (forward.FORWARD, forward.FORWARD_SHORT, two_passes.DKDV, two_passes.DQ)
-    for table in (*tables, one_pass.SINGLE, hopper_tiles.TAILS):
+    for table in (*tables, one_pass.BLOCK_Q, hopper_tiles.TAILS):
         assert set(table) == set(tiles.GLUON_HEAD_DIMS)
 
 

@@ -44,12 +44,14 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    SHARERS,
     TAILS,
     Value,
     accumulator,
     accumulators,
     counting,
     decode_tile,
+    even_section,
     finished,
     parts,
     plus_product,
@@ -57,12 +59,12 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     put,
     queue,
     ring,
+    run_of,
     shared_by_warps,
     tile_launch,
     tiles_of,
     times_transposed,
     to_low,
-    turns,
 )
 from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.flash_attention.splits import (
@@ -497,7 +499,9 @@ def plan(
     key_tiles = -(-num_keys // block_k)
     num_splits = num_splits_of(num_tiles, key_tiles, programs, causal)
     group = num_heads_total // num_key_heads
-    section, run_length = turns(num_key_heads, num_tiles // num_key_heads, key_tiles, programs)
+    # Tiles of a section take as long as its longest, or longer.
+    enough = 2 * programs * num_key_heads // num_tiles
+    section = even_section(num_key_heads, max(programs // SHARERS, enough))
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
     dynamic = causal and num_keys >= DYNAMIC_FROM_KEYS and num_tiles > DYNAMIC_FROM * programs
@@ -511,7 +515,7 @@ def plan(
         num_keys,
         num_splits,
         section,
-        run_length * group,
+        run_of(key_tiles) * group,
         scale * LOG2_E,
     )
     constants = {

@@ -49,6 +49,7 @@ When causal, the longest programs come first.
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -68,6 +69,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    SHARERS,
     TAILS,
     Value,
     accumulator,
@@ -77,6 +79,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     counting,
     decode_tile,
     described_as,
+    even_section,
     finished,
     fp32_layout,
     parts,
@@ -86,11 +89,11 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     ring,
     room,
     rows_of,
+    run_of,
     shared_by_warps,
     tile_launch,
     tiles_of,
     times_transposed,
-    turns,
 )
 from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.launch import Launch, num_multiprocessors
@@ -124,14 +127,14 @@ WRITERS = gl.constexpr(2)  # warps that add to ∂Q
 # of a consumer (scores and ∂P of 64 keys × BLOCK_Q, two accumulators of 64 rows · D, one tile of
 # ∂Q); 227 KiB of shared memory, of which K and V take 512·D bytes, a query tile 2·BLOCK_Q·D bytes
 # per tensor, and ∂S and ∂Q 32 KiB or more.
-SINGLE = {
-    64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2},
-    72: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
-    80: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
-    96: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
-    128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
-}
-MOST_WAITING = {64: 0.16, 72: 0.3, 80: 0.3, 96: 0.3, 128: 0.3}  # see `ordering_pays`
+BLOCK_Q = {64: 128, 72: 64, 80: 64, 96: 64, 128: 64}
+STAGES = gl.constexpr(3)
+STAGES_GRAD_OUT = gl.constexpr(2)
+
+# How much of its time a multiprocessor may wait where loops are equally long: fewer heads are
+# enough then (1, 16, 16384, 128: 661 TFLOP/s, not 548).
+WAITING = 0.02
+MOST_WAITING, MOST_WAITING_AT_64 = 0.3, 0.16  # see `ordering_pays`
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
@@ -568,8 +571,6 @@ def hopper_bwd_single_kernel(
     scale_log2,
     BLOCK_Q: gl.constexpr,
     D: gl.constexpr,
-    STAGES: gl.constexpr,
-    STAGES_GRAD_OUT: gl.constexpr,
     CAUSAL: gl.constexpr,
     EVEN_K: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -684,6 +685,18 @@ def hopper_bwd_convert_kernel(
         _convert(part_ptr, to, stride_s, *left, scale, 64)
 
 
+def _section(num_heads: int, num_tiles: int, steps: int, causal: bool, programs: int) -> int:
+    """Returns how many heads take turns, each with so many programs, of so many steps at most.
+
+    Programs of a head begin a step apart: the last waits for half of a mean loop or less.
+    """
+    most = max(programs // SHARERS, 4 * programs // steps)
+    if not causal:
+        computed = max(1, num_heads * num_tiles / programs) * steps
+        most = min(most, math.ceil(programs / (WAITING * computed)))
+    return even_section(num_heads, most)
+
+
 def ordering_pays(
     num_heads_total: int,
     num_queries: int,
@@ -716,11 +729,12 @@ def ordering_pays(
         head_dim > 64 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs
     ):
         return True
-    steps = -(-num_queries // SINGLE[head_dim]["BLOCK_Q"])
-    section, _ = turns(num_heads_total, key_tiles, steps, programs)
+    steps = -(-num_queries // BLOCK_Q[head_dim])
+    section = _section(num_heads_total, key_tiles, steps, causal, programs)
     # What a multiprocessor computes, at least one program's.
     computed = max(1, num_heads_total * key_tiles / programs) * steps / (2 if causal else 1)
-    return min(key_tiles, programs / section) < MOST_WAITING[head_dim] * computed
+    most = MOST_WAITING_AT_64 if head_dim == 64 else MOST_WAITING
+    return min(key_tiles, programs / section) < most * computed
 
 
 def plan(
@@ -741,7 +755,7 @@ def plan(
     group = num_heads // num_key_heads
     num_heads_total = num_batches * num_heads
     num_key_heads_total = num_batches * num_key_heads
-    block_q = SINGLE[head_dim]["BLOCK_Q"]
+    block_q = BLOCK_Q[head_dim]
     num_tiles = -(-num_queries // block_q)
     key_tiles = -(-num_keys // BLOCK_K.value)
     num_work_tiles = key_tiles * num_key_heads_total
@@ -765,14 +779,16 @@ def plan(
         (statistics,),
         (first, second if tail else None),
     ]
-    order = turns(num_key_heads_total, key_tiles, num_tiles * group, programs)
+    steps = num_tiles * group
+    section = _section(num_key_heads_total, key_tiles, steps, causal, programs)
+    order = (section, run_of(steps) if causal else 1)
     heads = (num_key_heads, num_key_heads_total, group)
     lengths = (num_queries, num_keys, padded_queries)
     constants = {
         "D": 64 if tail else head_dim,
         "CAUSAL": causal,
         "EVEN_K": causal or num_keys % BLOCK_K.value == 0,
-        **SINGLE[head_dim],
+        "BLOCK_Q": block_q,
     }
     launch = tile_launch(
         hopper_bwd_single_kernel,

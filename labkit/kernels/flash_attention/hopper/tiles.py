@@ -70,12 +70,13 @@ TAILS = {64: 0, 72: 16, 80: 16, 96: 32, 128: 0}
 # The order of work tiles. What a step of a program reads, 64 KiB at D 128 (forward K and V of 128
 # keys for 8.4 MFLOP; backward Q, dO and the sum of dQ of 64 queries for 10.5, and the sum is
 # written back), is 42 and 60 GB/s a program at 690 and 570 TFLOP/s. 132 programs that share
-# nothing ask for 5.5 and 8 TB/s of an H100's 3.35: 2, 32, 32768, 128 ran at 402 and 320 TFLOP/s.
-# So SHARERS programs or more work on one head, near one another: the L2 cache holds what is between
-# them, about three steps of every program, 25 MiB. They stay near where they start together: with
-# long loops a head's tiles are taken in runs, of one tile for so many steps. Sections of fewer
-# heads or longer runs read less; but programs of a head's backward wait for one another, and the
-# last tiles of a section are too few to end together.
+# nothing ask for 5.5 and 8 TB/s of an H100's 3.35: 2, 32, 32768, 128 causal ran at 406 and 315
+# TFLOP/s, and has 725 and 641 in this order, as many as 16 heads. So SHARERS programs or more work
+# on one head, near one another: the L2 cache holds what is between them, about three steps of every
+# program, 25 MiB. They stay near where they start together: with long causal loops a head's tiles
+# are taken in runs, of one tile for so many steps (8 key heads for 32, 8192, 128: 610 TFLOP/s in
+# runs of 8, 460 of 4, 418 of 1). Fewer heads or longer runs read less; but programs of a head's
+# backward wait for one another, and the last tiles of a section are too few to end together.
 SHARERS = 6
 STEPS_OF_A_RUN = 64
 
@@ -337,19 +338,18 @@ def decode_tile(index, num_tiles, num_heads, section, run):
     return first + place // length, start + place % length
 
 
-def turns(num_heads: int, num_tiles: int, longest: int, programs: int) -> tuple[int, int]:
-    """Returns how many heads take turns, and with how many tiles each, as `decode_tile` counts.
-
-    Args:
-        num_heads: key heads of all batches.
-        num_tiles: work tiles of each.
-        longest: steps of the longest loop.
-        programs: how many run at once.
+def even_section(num_heads: int, most: int) -> int:
+    """Returns how many heads, at most so many, make a section: a small last one would leave
+    programs idle.
     """
-    section = max(programs // SHARERS, 2 * programs // num_tiles)
-    # As many in every section: a small last one would leave programs idle.
-    section = -(-num_heads // -(-num_heads // section))
-    return section, max(1, min(longest // STEPS_OF_A_RUN, num_tiles))
+    return -(-num_heads // -(-num_heads // most))
+
+
+def run_of(longest: int) -> int:
+    """Returns how many tiles of a head follow one another where causal loops have up to so many
+    steps.
+    """
+    return max(1, longest // STEPS_OF_A_RUN)
 
 
 @functools.cache
