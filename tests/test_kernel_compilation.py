@@ -583,14 +583,20 @@ def test_hopper_kernels_neither_spill_nor_serialise(kernel, head_dim, dtype, opt
     ("head_dim", "dtype", "causal", "even"),
     [
         (128, "fp16", True, True),
-        *more((64, "fp16", False, False), (64, "bf16", True, True), (128, "bf16", False, True)),
+        (72, "bf16", True, True),
+        *more(
+            (64, "fp16", False, False),
+            (64, "bf16", True, True),
+            (96, "fp16", False, False),
+            (128, "bf16", False, True),
+        ),
     ],
 )
 def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(
     head_dim, dtype, causal, even
 ):
     compiled, log = compile_single(head_dim, dtype, causal=causal, even=even)
-    check_gluon(compiled, log, SINGLE_SPILL_LIMIT[head_dim])
+    check_gluon(compiled, log, SINGLE_SPILL_LIMIT.get(head_dim, SPILL_LIMIT))
     assert "cp.reduce.async.bulk.tensor" in compiled.asm["ptx"]
 
 

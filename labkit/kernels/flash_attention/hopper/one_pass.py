@@ -40,11 +40,11 @@ A consumer's iteration i, with the products that are in flight while it computes
 from shared memory too, for in registers over the loop's back edge ptxas would serialise all
 products (C7512), and spill.
 
-Every program starts at the last query tile, of each query head that reads its keys, so that a step
-of all programs of a head is the same tile. The programs of several heads take turns: those
-that run at once then add to many different tiles. The more heads, the shorter the programs of a
-head wait for one another, and the fewer read the same tiles from the cache while they are there.
-When causal, the longest programs come first.
+Every program starts at the last query tile, of each query head that reads its keys: a step is the
+same tile for all programs of a head. The programs of several heads take turns: those that run at
+once then add to many different tiles. The more heads, the shorter the programs of a head wait for
+one another, and the fewer read the same tiles from the cache while they are there. When causal, the
+longest programs come first.
 
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
