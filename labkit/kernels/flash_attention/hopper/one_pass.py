@@ -478,14 +478,9 @@ def _consumer(s, C: gl.constexpr):
             fence_async_shared()
             grad_q_mma = _grad_q_product(s, zero, j + 1, C)
             grad_v_mma = plus_product(p_low, grad_out, grad_v)
-            if PARTS == 1:
-                grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma[0], grad_q_mma))
-                grad_k = (grad_k,)
-            else:
-                first, tail, grad_q = warpgroup_mma_wait(
-                    2, deps=(grad_k_mma[0], grad_k_mma[1], grad_q_mma)
-                )
-                grad_k = (first, tail)
+            done = warpgroup_mma_wait(PARTS, deps=grad_k_mma + (grad_q_mma,))
+            grad_k = done[:PARTS]
+            grad_q = done[PARTS]
             mbarrier.arrive(s.grad_scores_full, count=1)
             s.q.release(before, j > base)
             # What goes nowhere waits for the last one of the work tile before.
