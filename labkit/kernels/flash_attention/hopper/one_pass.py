@@ -478,7 +478,8 @@ def _consumer(s, C: gl.constexpr):
             fence_async_shared()
             grad_q_mma = _grad_q_product(s, zero, j + 1, C)
             grad_v_mma = plus_product(p_low, grad_out, grad_v)
-            done = warpgroup_mma_wait(PARTS, deps=grad_k_mma + (grad_q_mma,))
+            products = grad_k_mma + (grad_q_mma,)  # noqa: RUF005 (no such syntax in kernels)
+            done = warpgroup_mma_wait(PARTS, deps=products)
             grad_k = done[:PARTS]
             grad_q = done[PARTS]
             mbarrier.arrive(s.grad_scores_full, count=1)
