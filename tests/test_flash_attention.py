@@ -660,7 +660,7 @@ def test_what_tma_reads_starts_on_a_boundary():
         # All run at once, and the longest wait has the shortest loop.
         ((1, 1, 1, 16384, 64), True, "one"),
         # Grouped heads.
-        ((1, 32, 8, 16384, 64), True, "two"),
+        ((1, 32, 8, 16384, 64), True, "one"),
     ],
 )
 def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, passes, monkeypatch):
@@ -670,6 +670,15 @@ def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, passes, mon
     name = {"one": "one pass", "two": "two passes"}[passes]
     assert fa.resolve_backward(q, k, "gluon", causal=causal) == name
     assert fa.resolve_backward(q, k, "triton", causal=causal) == "triton"
+
+
+@pytest.mark.parametrize("heads, tiles, section, run", [(64, 256, 22, 8), (7, 3, 4, 2)])
+def test_every_work_tile_is_taken_once_in_order(heads, tiles, section, run, monkeypatch):
+    """Programs of a head's backward wait for the tile before theirs."""
+    monkeypatch.setattr(hopper_tiles.gl, "minimum", min)
+    decode = hopper_tiles.decode_tile.fn
+    taken = [decode(i, tiles, heads, section, run) for i in range(heads * tiles)]
+    assert sorted(taken, key=lambda x: x[0]) == list(itertools.product(range(heads), range(tiles)))
 
 
 def test_kernels_that_do_not_load_are_logged(monkeypatch, caplog):
@@ -723,22 +732,24 @@ def room(shape: tuple[int, int, int, int], transposed: bool) -> Tensor:
     return torch.empty(shape, dtype=torch.float16, device="cpu").transpose(1, 2)
 
 
-@pytest.mark.parametrize("head_dim", tiles.SINGLE_PASS_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
 @runs_interpreted
 def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
     """Scaled, in place and at every stride; they lie as the kernel adds them."""
-    batch, heads, num_queries, block_q = 2, 3, 300, one_pass.SINGLE[head_dim]["BLOCK_Q"]
+    batch, heads, num_queries, block_q = 2, 3, 300, one_pass.BLOCK_Q[head_dim]
     num_tiles = -(-num_queries // block_q)
+    tail = hopper_tiles.TAILS[head_dim]
+    width = 64 + tail if tail else head_dim
     exact = torch.randn(
-        (batch, heads, num_tiles * block_q, head_dim), generator=torch.Generator().manual_seed(0)
+        (batch, heads, num_tiles * block_q, width), generator=torch.Generator().manual_seed(0)
     )
-    parts = exact.unflatten(2, (-1, 64)).unflatten(4, (-1, 64)).transpose(3, 4).reshape(-1, 64, 64)
-    sums = (
-        parts.reshape(-1, 4, 2, 8, 8, 4, 2)
-        .permute(0, 4, 1, 3, 5, 2, 6)
-        .reshape(-1, 256)
-        .contiguous()
-    )
+    tiles_64 = exact.unflatten(2, (-1, 64)).flatten(0, 2)
+    # Of each 64 rows the parts of 64 columns and of the tail.
+    parts = [
+        part.reshape(len(part), 4, 2, 8, -1, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).flatten(1)
+        for part in tiles_64.split(64, dim=2)
+    ]
+    sums = torch.cat(parts, dim=1).flatten()
     with poisoned_outputs():
         grad_q = room((batch, heads, num_queries, head_dim), transposed=head_dim == 64)
         one_pass.hopper_bwd_convert_kernel[num_tiles * 2, heads, batch](
@@ -748,10 +759,12 @@ def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
             num_queries,
             num_tiles,
             0.3,
-            D=head_dim,
+            HEAD_DIM=head_dim,
+            TAIL=tail,
             BLOCK_Q=block_q,
         )
-    torch.testing.assert_close(grad_q, (exact[:, :, :num_queries] * 0.3).half(), rtol=0, atol=0)
+    expected = (exact[:, :, :num_queries, :head_dim] * 0.3).half()
+    torch.testing.assert_close(grad_q, expected, rtol=0, atol=0)
 
 
 VIEWS = {
@@ -978,11 +991,8 @@ HOPPER_CASES = [
 
 
 def with_backwards(case: Case) -> list[Case]:
-    """Returns a case with each of the Gluon backwards that take it."""
-    _, heads, key_heads, *_, dim = case.shape
-    single = dim in tiles.SINGLE_PASS_HEAD_DIMS and heads == key_heads
-    names = ("two passes", "one pass") if single else ("two passes",)
-    return [dataclasses.replace(case, kernels=name) for name in names]
+    """Returns a case with each of the Gluon backwards."""
+    return [dataclasses.replace(case, kernels=name) for name in ("two passes", "one pass")]
 
 
 @on_hopper
@@ -996,13 +1006,12 @@ def test_hopper_kernels_are_within_the_budget(case, dtype):
 
 @on_hopper
 @pytest.mark.parametrize("shape", [(1, 5, 5), (3, 6, 2)], ids=str)
-@pytest.mark.parametrize("fitting", [1, 4])
-def test_heads_in_sections_are_within_the_budget(shape, fitting, monkeypatch):
-    num_keys, dim = 1300, 128
+@pytest.mark.parametrize("run", [1, 4])
+def test_tiles_in_runs_are_within_the_budget(shape, run, monkeypatch):
     monkeypatch.setattr(forward, "DYNAMIC_FROM", 0)
-    monkeypatch.setattr(forward, "SECTIONS_FROM", 0)
-    monkeypatch.setattr(forward, "SECTION_BYTES", fitting * 4 * num_keys * dim)
-    case = Case((*shape, 1200, num_keys, dim), causal=True, dtype="bfloat16")
+    monkeypatch.setattr(forward, "even_section", lambda *_: 2)
+    monkeypatch.setattr(forward, "run_of", lambda _: run)
+    case = Case((*shape, 1200, 1300, 128), causal=True, dtype="bfloat16")
     check(measure(case, "gluon", "cuda"))
 
 

@@ -392,8 +392,9 @@ def compile_gluon(function, dtype, constants, consumers, *, inner, rows):
             name in ("lse", "delta") and constants["OWN_KEYS"]
         ):
             return f"tensordesc<fp32[{rows}],{hopper_tiles.fp32_layout(1)!r}>"
-        if name == "dq_accum_desc":
-            return f"tensordesc<fp32[16, 256],{hopper_tiles.fp32_layout(2)!r}>"
+        if name.startswith("dq_accum"):
+            num_rows = constants["TAIL"] // 4 if "tail" in name else 16
+            return f"tensordesc<fp32[{num_rows}, 256],{hopper_tiles.fp32_layout(2)!r}>"
         if name.endswith("_desc"):
             is_tail = name.endswith("_tail_desc")
             num_rows = rows if name.replace("_tail", "") in inner else hopper_tiles.ROWS
@@ -414,11 +415,16 @@ def compile_gluon(function, dtype, constants, consumers, *, inner, rows):
 
 def compile_single(head_dim, dtype, *, causal, even):
     """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
-    tiles = one_pass.SINGLE[head_dim]
-    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, **tiles}
+    block_q = one_pass.BLOCK_Q[head_dim]
+    tail = hopper_tiles.TAILS[head_dim]
+    constants = {"D": 64 if tail else head_dim, "TAIL": tail, "CAUSAL": causal, "EVEN_K": even}
+    constants["BLOCK_Q"] = block_q
+    if not tail:
+        names = one_pass.hopper_bwd_single_kernel.arg_names
+        constants |= dict.fromkeys(name for name in names if "_tail" in name)
     inner = ("q_desc", "grad_out_desc")
     return compile_gluon(
-        one_pass.hopper_bwd_single_kernel, dtype, constants, 2, inner=inner, rows=tiles["BLOCK_Q"]
+        one_pass.hopper_bwd_single_kernel, dtype, constants, 2, inner=inner, rows=block_q
     )
 
 
@@ -577,22 +583,27 @@ def test_hopper_kernels_neither_spill_nor_serialise(kernel, head_dim, dtype, opt
     ("head_dim", "dtype", "causal", "even"),
     [
         (128, "fp16", True, True),
-        *more((64, "fp16", False, False), (64, "bf16", True, True), (128, "bf16", False, True)),
+        (72, "bf16", True, True),
+        *more(
+            (64, "fp16", False, False),
+            (64, "bf16", True, True),
+            (96, "fp16", False, False),
+            (128, "bf16", False, True),
+        ),
     ],
 )
 def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(
     head_dim, dtype, causal, even
 ):
     compiled, log = compile_single(head_dim, dtype, causal=causal, even=even)
-    check_gluon(compiled, log, SINGLE_SPILL_LIMIT[head_dim])
+    check_gluon(compiled, log, SINGLE_SPILL_LIMIT.get(head_dim, SPILL_LIMIT))
     assert "cp.reduce.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 def test_the_hopper_kernels_load_with_the_installed_triton():
     assert tiles.not_loading() is None
-    assert set(tiles.SINGLE_PASS_HEAD_DIMS) == set(one_pass.SINGLE)
     tables = (forward.FORWARD, forward.FORWARD_SHORT, two_passes.DKDV, two_passes.DQ)
-    for table in (*tables, hopper_tiles.TAILS):
+    for table in (*tables, one_pass.BLOCK_Q, hopper_tiles.TAILS):
         assert set(table) == set(tiles.GLUON_HEAD_DIMS)
 
 

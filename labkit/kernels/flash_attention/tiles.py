@@ -31,12 +31,11 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
 GLUON_HEAD_DIMS = (64, 72, 80, 96, 128)
-SINGLE_PASS_HEAD_DIMS = (64, 128)
 # Tiles of 128 queries up to which "auto" runs the Triton kernels on an H200: at D 64 those are as
 # fast or faster, else up to 3 us slower, which the host gains by arguments without tile
 # descriptors.
 SMALL, SMALL_AT_64 = 4, 32
-# queries and keys at D 64, full: two passes of persistent programs take less time than one
+# queries and keys below D 128, full: two passes of persistent programs take less time than one
 PERSISTENT_UNTIL = 1024
 
 
@@ -168,8 +167,7 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool) -> str:
     own, or after "gluon" "one pass" or "two passes".
 
     "one pass" where the parts of q's gradient are added in one order without much waiting; "two
-    passes" else, as always at other head dimensions than 64 and 128, with grouped heads, and with
-    short full masks at 64, in persistent programs.
+    passes" else, as with short full masks below head dimension 128, in persistent programs.
 
     Args:
         q, k: (B, H, S, D) or (B, S, D).
@@ -178,10 +176,10 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool) -> str:
         return impl
     *heads, num_queries, head_dim = q.shape
     *key_heads, num_keys, _ = k.shape
-    is_short = head_dim == 64 and not causal and max(num_queries, num_keys) <= PERSISTENT_UNTIL
-    if is_short or heads != key_heads or head_dim not in SINGLE_PASS_HEAD_DIMS:
+    if head_dim < 128 and not causal and max(num_queries, num_keys) <= PERSISTENT_UNTIL:
         return "two passes"
-    shape = (math.prod(heads), num_queries, num_keys, head_dim)
+    group = math.prod(heads) // math.prod(key_heads)
+    shape = (math.prod(key_heads), num_queries * group, num_keys, head_dim)
     programs = num_multiprocessors(q.device.index)
     pays = hopper_kernels("one_pass").ordering_pays(*shape, causal, programs)
     return "one pass" if pays else "two passes"

@@ -44,6 +44,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    SHARERS,
     TAILS,
     TileLaunch,
     Value,
@@ -51,6 +52,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     accumulators,
     counting,
     decode_tile,
+    even_section,
     finished,
     parts,
     plus_product,
@@ -58,6 +60,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     put,
     queue,
     ring,
+    run_of,
     shared_by_warps,
     tiles_of,
     times_transposed,
@@ -98,16 +101,6 @@ QUEUE_FROM = 2048
 DYNAMIC_FROM = 3
 DYNAMIC_FROM_KEYS = 512
 
-# Where there are about as many key heads as programs (SECTIONS_FROM for each), every program reads
-# keys of its own, at 128 columns faster than memory gives them. Then the tiles of so many heads
-# come first as have their keys and values in half of Hopper's L2 cache (16, 16, 1024, 128: 7 to 14
-# % faster; before, 0.63 GB were read of tensors of 0.20). With fewer heads several programs share
-# each one's keys anyway, and a section's last tiles are too few to end together (1, 16, 16384, 128:
-# 9 % slower).
-SECTION_BYTES = 24 << 20
-SECTION_COLUMNS = 128
-SECTIONS_FROM = 2 / 3
-
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
 LENGTHS = (
@@ -118,6 +111,7 @@ LENGTHS = (
     "num_keys",
     "num_splits",
     "section",
+    "run",
 )
 
 
@@ -141,6 +135,7 @@ class Shared:
     num_keys: Value
     num_splits: Value
     section: Value
+    run: Value
     scale_log2: Value
     BLOCK_K: Value
     D: Value
@@ -164,13 +159,16 @@ def _work_tile(s, t):
     """The first query of the t-th work tile, its head and split, the first key tile that it takes
     and how many it takes: one at least, so that a row without keys is written.
 
-    Heads one after another share their keys in the L2 cache. When causal the longest tiles of all
-    heads of a section come first: each program takes the next one when it is done.
+    Programs that take tiles one after another share their keys in the L2 cache. When causal the
+    longest tiles of a section come first; a key head has those of all query heads that read it.
     """
     num_q_tiles, num_head_splits = _num_work_tiles(s)
     if s.CAUSAL:
-        head_split, before = decode_tile(t, num_q_tiles, num_head_splits, s.section)
-        tile = num_q_tiles - 1 - before
+        key_head_split, before = decode_tile(
+            t, num_q_tiles * s.group, num_head_splits // s.group, s.section, s.run
+        )
+        head_split = key_head_split * s.group + before % s.group
+        tile = num_q_tiles - 1 - before // s.group
     else:
         tile = t % num_q_tiles
         head_split = t // num_q_tiles
@@ -412,6 +410,7 @@ def hopper_fwd_kernel(
     num_keys,
     num_splits,
     section,
+    run,
     scale_log2,
     BLOCK_K: gl.constexpr,
     D: gl.constexpr,
@@ -426,10 +425,9 @@ def hopper_fwd_kernel(
     """The output and the log-sum-exp; a program takes tiles of 64 queries a consumer, one after
     another.
 
-    CAUSAL: the tiles of `section` heads come before those of the next as many. DYNAMIC: programs
-    take tiles from the counter at tile_counter_ptr, which begins at 0. SPLIT_K: of each split of
-    the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches, queries, columns),
-    and its log-sum-exp; out_desc is not used then.
+    DYNAMIC: programs take tiles from the counter at tile_counter_ptr, which begins at 0. SPLIT_K:
+    of each split of the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches,
+    queries, columns), and its log-sum-exp; out_desc is not used then.
     """
     numbers_s = counting(BLOCK_K) if CAUSAL or not EVEN_K else None
     tiles = queue(CONSUMERS) if DYNAMIC else None
@@ -451,6 +449,7 @@ def hopper_fwd_kernel(
         num_keys,
         num_splits,
         section,
+        run,
         scale_log2,
         BLOCK_K,
         D,
@@ -480,17 +479,6 @@ def hopper_fwd_kernel(
         )
 
 
-def _section(num_heads: int, num_key_heads: int, key_head_bytes: int, programs: int) -> int:
-    """Returns of how many heads (of all batches) the causal tiles come first, before those of as
-    many others: all, or what fits in SECTION_BYTES, if possible a divisor, for a small last section
-    would leave programs idle at the end.
-    """
-    fit = SECTION_BYTES // key_head_bytes * num_heads // num_key_heads or 1
-    if num_heads <= fit or num_key_heads < SECTIONS_FROM * programs:
-        return num_heads
-    return next((n for n in range(fit, fit // 2, -1) if num_heads % n == 0), fit)
-
-
 def plan(
     q: Layout, k: Layout, v: Layout, out: Layout, device_index: int, *, scale: float, causal: bool
 ) -> Callable[..., None]:
@@ -508,23 +496,26 @@ def plan(
     num_heads_total, num_key_heads = num_heads * num_batches, k.shape[1] * num_batches
     num_tiles = -(-num_queries // rows) * num_heads_total
     programs = num_multiprocessors(device_index)
-    num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal)
+    key_tiles = -(-num_keys // block_k)
+    num_splits = num_splits_of(num_tiles, key_tiles, programs, causal)
+    group = num_heads_total // num_key_heads
+    # Tiles of a section take as long as its longest, or longer.
+    enough = 2 * programs * num_key_heads // num_tiles
+    section = even_section(num_key_heads, max(programs // SHARERS, enough))
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
     dynamic = causal and num_keys >= DYNAMIC_FROM_KEYS and num_tiles > DYNAMIC_FROM * programs
-    section = num_heads_total * num_splits
-    if dynamic and head_dim >= SECTION_COLUMNS:
-        section = _section(section, num_key_heads, 4 * num_keys * head_dim, programs)
     persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
     numbers = (
         num_heads,
         num_heads_total,
-        num_heads_total // num_key_heads,
+        group,
         num_queries,
         num_keys,
         num_splits,
         section,
+        run_of(key_tiles) * group,
         scale * LOG2_E,
     )
     constants = {

@@ -4,9 +4,9 @@ of ∂Q added up.
     P = exp2(scale · log2(e) · Q Kᵀ − L)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
     ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
 
-Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads as query heads,
-causal (aligned to the bottom right) or not. L in base 2 and D come padded from the Triton kernels
-of `flash_attention`.
+Shapes: (batch, heads, length, D), D 64, 72, 80, 96 or 128, bf16 or fp16, causal (aligned to the
+bottom right) or not; the key heads divide the query heads. L in base 2 and D come padded from the
+Triton kernels of `flash_attention`.
 
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two
 kernels of two_passes.py compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D
@@ -18,9 +18,9 @@ the one before it, which it sees by a semaphore in global memory, the count of t
 wait where they start together or end together. `ordering_pays` says where they would wait longer
 than the two kernels take.
 
-Persistent programs take work tiles, 128 keys of one head each, from a counter, and load the next
-one while the last ends. A work tile only ever waits for one of a smaller number, which some program
-has begun: there is no deadlock.
+Persistent programs take work tiles, 128 keys of one key head each, from a counter, and load the
+next one while the last ends. A work tile only ever waits for one of a smaller number, which some
+program has begun: there is no deadlock.
 
 How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64 keys each
 multiply, and two writer warps add their tiles of ∂Q to the accumulator in global memory by TMA,
@@ -40,10 +40,11 @@ A consumer's iteration i, with the products that are in flight while it computes
 from shared memory too, for in registers over the loop's back edge ptxas would serialise all
 products (C7512), and spill.
 
-Every program starts at the last query tile, and the programs of several heads take turns: those
-that run at once then add to many different tiles. The more heads, the shorter the programs of a
-head wait for one another, and the fewer read the same tiles from the cache while they are there.
-When causal, the longest programs come first.
+Every program starts at the last query tile, of each query head that reads its keys: a step is the
+same tile for all programs of a head. The programs of several heads take turns: those that run at
+once then add to many different tiles. The more heads, the shorter the programs of a head wait for
+one another, and the fewer read the same tiles from the cache while they are there. When causal, the
+longest programs come first.
 
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
@@ -68,22 +69,28 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    SHARERS,
+    TAILS,
     TileLaunch,
     Value,
     accumulator,
+    accumulators,
     async_store,
     barriers,
     counting,
     decode_tile,
     described_as,
+    even_section,
     finished,
     fp32_layout,
+    parts,
     plus_product,
     product_layout,
     queue,
     ring,
     room,
     rows_of,
+    run_of,
     shared_by_warps,
     tiles_of,
     times_transposed,
@@ -120,27 +127,27 @@ WRITERS = gl.constexpr(2)  # warps that add to ∂Q
 # of a consumer (scores and ∂P of 64 keys × BLOCK_Q, two accumulators of 64 rows · D, one tile of
 # ∂Q); 227 KiB of shared memory, of which K and V take 512·D bytes, a query tile 2·BLOCK_Q·D bytes
 # per tensor, and ∂S and ∂Q 32 KiB or more.
-SINGLE = {
-    64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2},
-    128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
-}
-# Heads whose programs take turns, at most and causal always, for at the end of a head loops are
-# short; and how much of its time a multiprocessor may wait where loops are equally long and fewer
-# heads are enough.
-HEADS_IN_FLIGHT = {64: 64, 128: 32}
+BLOCK_Q = {64: 128, 72: 64, 80: 64, 96: 64, 128: 64}
+STAGES = gl.constexpr(3)
+STAGES_GRAD_OUT = gl.constexpr(2)
+
+# How much of its time a multiprocessor may wait where loops are equally long: fewer heads are
+# enough then (1, 16, 16384, 128: 661 TFLOP/s, not 548).
 WAITING = 0.02
-MOST_WAITING = {64: 0.16, 128: 0.3}  # see `ordering_pays`
+MOST_WAITING, MOST_WAITING_AT_64 = 0.3, 0.16  # see `ordering_pays`
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
 LENGTHS = (
     "num_heads",
     "num_heads_total",
+    "group",
     "num_queries",
     "num_keys",
     "padded_queries",
     "num_tiles",
-    "heads_in_flight",
+    "section",
+    "run",
     "num_work_tiles",
 )
 
@@ -155,8 +162,8 @@ class Shared:
     grad_out: Value
     k: Value
     v: Value
-    grad_k_desc: Value
-    grad_v_desc: Value
+    grad_k_descs: Value
+    grad_v_descs: Value
     grad_scores_s: Value
     grad_q_s: Value
     numbers_s: Value
@@ -167,15 +174,17 @@ class Shared:
     stored: Value
     passed: Value
     work: Value
-    dq_accum_desc: Value
+    dq_accum_descs: Value
     dq_semaphore_ptr: Value
     tile_counter_ptr: Value
     num_heads: Value
     num_heads_total: Value
+    group: Value
     num_queries: Value
     num_keys: Value
     padded_queries: Value
-    heads_in_flight: Value
+    section: Value
+    run: Value
     num_work_tiles: Value
     scale_log2: Value
     BLOCK_Q: Value
@@ -185,23 +194,38 @@ class Shared:
 
 
 @gluon.jit
+def _take_work_tile(s):
+    """The number of the next work tile: its key head's, times the tiles of a head, plus its own."""
+    # From a counter, so that whoever waits for a work tile waits for a program that runs.
+    index = gl.atomic_add(s.tile_counter_ptr, 1)
+    num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
+    last = s.num_work_tiles - 1
+    head_total, key_tile = decode_tile(
+        gl.minimum(index, last), num_tiles, s.num_heads_total, s.section, s.run
+    )
+    return gl.where(index > last, index, head_total * num_tiles + key_tile)
+
+
+@gluon.jit
 def _work_tile(s, index):
-    """A work tile's head, counted over the batch, its tile of keys, the last query tile, where its
-    loop starts, and the length of the loop, at least 1; `heads_in_flight` heads take turns.
+    """A work tile's key head, counted over the batch, its tile of keys, the last query tile, where
+    its loop starts, and the length of the loop, at least 1.
+
+    Step i of the loop is the tile i // group before the last of query head i % group.
     """
     num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
-    head_total, key_tile = decode_tile(index, num_tiles, s.num_heads_total, s.heads_in_flight)
+    head_total = index // num_tiles
+    key_tile = index % num_tiles
     last = (s.num_queries + s.BLOCK_Q - 1) // s.BLOCK_Q - 1
     low = key_tile * 0
     if s.CAUSAL:
         low = gl.maximum(key_tile * BLOCK_K - (s.num_keys - s.num_queries), 0) // s.BLOCK_Q
-    return head_total, key_tile, last, last + 1 - low
+    return head_total, key_tile, last, (last + 1 - low) * s.group
 
 
 @gluon.jit
 def _producer(s):
-    # From a counter, so that whoever waits for a work tile waits for a program that runs.
-    index = gl.atomic_add(s.tile_counter_ptr, 1)
+    index = _take_work_tile(s)
     s.work.hand(0, index)
     turn = 0
     j = 0
@@ -210,19 +234,21 @@ def _producer(s):
         batch = head_total // s.num_heads
         head = head_total % s.num_heads
         for i in range(count):
-            row = (last_tile - i) * s.BLOCK_Q
-            row_total = head_total * s.padded_queries + row
-            s.q.load(j, batch, head, row, row_total)
+            member = i % s.group
+            row = (last_tile - i // s.group) * s.BLOCK_Q
+            query_head = head * s.group + member
+            row_total = (head_total * s.group + member) * s.padded_queries + row
+            s.q.load(j, batch, query_head, row, row_total)
             if i == 0:
                 for c in gl.static_range(2):
                     s.k.load(turn * 2 + c, batch, head, key_tile * BLOCK_K + c * 64)
                 for c in gl.static_range(2):
                     s.v.load(turn * 2 + c, batch, head, key_tile * BLOCK_K + c * 64)
-            s.grad_out.load(j, batch, head, row, row_total)
+            s.grad_out.load(j, batch, query_head, row, row_total)
             j += 1
         # Taken while the last tiles are computed: sooner, another program would wait for one that
         # has not begun.
-        index = gl.atomic_add(s.tile_counter_ptr, 1)
+        index = _take_work_tile(s)
         turn += 1
         s.work.hand(turn, index)
 
@@ -277,6 +303,8 @@ def _publish(count, dq_semaphore_ptr):
 def _writer(s, W: gl.constexpr):
     index = s.work.await_number(0)
     turn = 0
+    FIRST_ROWS: gl.constexpr = s.dq_accum_descs[0].block_type.shape[0]
+    TILE_ROWS: gl.constexpr = FIRST_ROWS + s.dq_accum_descs[1].block_type.shape[0]
     # Query tiles of all work tiles before this one.
     j = 0
     while index < s.num_work_tiles:
@@ -291,13 +319,14 @@ def _writer(s, W: gl.constexpr):
             if i >= added:
                 added = _await_more_than(i, mine - WRITERS)
             mbarrier.wait(s.grad_q_full.index(W), ((j + i) // WRITERS) & 1)
-            row = (head_total * (last_tile + 1) + last_tile - i) * 32
+            query_head = head_total * s.group + i % s.group
+            row = (query_head * (last_tile + 1) + last_tile - i // s.group) * TILE_ROWS
             for c in gl.static_range(2):
                 # The first program writes: what it writes to needs no zeros.
                 if key_tile == 0:
-                    async_store(s.dq_accum_desc, [row + c * 16, 0], s.grad_q_s.index(c))
+                    async_store(s.dq_accum_descs[c], [row + c * FIRST_ROWS, 0], s.grad_q_s[c])
                 else:
-                    async_add(s.dq_accum_desc, [row + c * 16, 0], s.grad_q_s.index(c))
+                    async_add(s.dq_accum_descs[c], [row + c * FIRST_ROWS, 0], s.grad_q_s[c])
             tma.store_wait(0)
             mbarrier.arrive(s.grad_q_empty, count=1)
             _publish(i + 1, mine)
@@ -309,9 +338,12 @@ def _writer(s, W: gl.constexpr):
 
 @gluon.jit
 def _grad_q_product(s, zero, j, C: gl.constexpr):
-    """∂S K of tile j over the 128 keys, for warpgroup C's 64 × 64 part: two products in flight."""
+    """∂S K of tile j over the 128 keys, for warpgroup C's part, 64 queries and 64 columns or the
+    tail's: two products in flight.
+    """
     DTYPE: gl.constexpr = s.grad_scores_s.dtype
     LAYOUT: gl.constexpr = s.grad_scores_s.layout
+    HAS_TAIL: gl.constexpr = len(s.k.tiles) == 2
     # A tile of 128 columns lies in memory as two tiles of 64.
     TILES_Q: gl.constexpr = s.BLOCK_Q // 64
     TILES_D: gl.constexpr = s.D // 64
@@ -320,23 +352,29 @@ def _grad_q_product(s, zero, j, C: gl.constexpr):
     PART_Q: gl.constexpr = C if s.BLOCK_Q == 128 else 0
     PART_D: gl.constexpr = 0 if s.BLOCK_Q == 128 else C
     first = (j & 1) * 2 * TILES_Q + PART_Q
-    grad_q = (accumulator(64),)
+    COLUMNS: gl.constexpr = s.k.tiles[C].shape[4] if HAS_TAIL else 64
+    grad_q = (accumulator(COLUMNS),)
     for half in gl.static_range(2):
         grad_scores = left.index(first + half * TILES_Q).permute((1, 0))
-        k = right.index(half * TILES_D + PART_D + zero)
+        if HAS_TAIL:
+            k = s.k.at(half + zero)[C]
+        else:
+            k = right.index(half * TILES_D + PART_D + zero)
         grad_q = plus_product(grad_scores, (k,), grad_q, half == 1)
     return grad_q[0]
 
 
 @gluon.jit
 def _in_register_order(x):
-    """The (64, 64) result of a product as (16, 256): a thread's registers in groups of four, one
-    after the other.
+    """The (64, 64) result of a product as (16, 256), and of a tail as fewer rows: a thread's
+    registers in groups of four, one after the other.
 
     Stored like that they need one address and no swizzle; the order of the dimensions of the first
     view is warp, upper or lower half, row, column / 8, column pair, column.
     """
-    return x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
+    COLUMNS: gl.constexpr = x.shape[1]
+    ordered = x.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return ordered.reshape([COLUMNS // 4, 256])
 
 
 @gluon.jit
@@ -345,14 +383,26 @@ def _put_grad_q(s, grad_q, j, C: gl.constexpr, before, is_one=True):
     `is_one`.
     """
     mbarrier.wait(s.grad_q_empty, before & 1)
-    s.grad_q_s.index(C).store(_in_register_order(grad_q))
+    s.grad_q_s[C].store(_in_register_order(grad_q))
     fence_async_shared()
     mbarrier.arrive(s.grad_q_full.index(j % WRITERS), count=1, pred=is_one)
 
 
 @gluon.jit
+def _store(descs, grad, tiles, batch, head, row):
+    """Starts to write a gradient to 64 rows, through tiles in shared memory."""
+    for n in gl.static_range(len(descs)):
+        tile = tiles[n].reshape([64, tiles[n].shape[3]])
+        tile.store(grad[n].to(tile.dtype))
+    fence_async_shared()
+    for n in gl.static_range(len(descs)):
+        async_store(descs[n], [batch, head, row, n * 64], tiles[n])
+
+
+@gluon.jit
 def _consumer(s, C: gl.constexpr):
-    DTYPE: gl.constexpr = s.grad_k_desc.dtype
+    DTYPE: gl.constexpr = s.grad_scores_s.dtype
+    PARTS: gl.constexpr = len(s.k.tiles)
     SCORES: gl.constexpr = product_layout(s.BLOCK_Q)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(s.D), 2)
     KEYS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -364,12 +414,13 @@ def _consumer(s, C: gl.constexpr):
     while index < s.num_work_tiles:
         _, key_tile, last_tile, count = _work_tile(s, index)
         after = base + count
-        # The warpgroup's keys that there are; and the first query that sees its first key, from the
-        # query at which the loop would have been at the very first tile of all.
+        # The warpgroup's keys that there are, and the first step with a query that does not see all
+        # of them.
         present = s.num_keys - (key_tile * BLOCK_K + C * 64)
-        diagonal = s.num_queries - present - (last_tile + base) * s.BLOCK_Q
-        grad_k = (accumulator(s.D),)
-        grad_v = (accumulator(s.D),)
+        unmasked = (last_tile + 1) * s.BLOCK_Q - 63 - (s.num_queries - present)
+        masked_from = base + unmasked // s.BLOCK_Q * s.group
+        grad_k = accumulators(s.k.at(0))
+        grad_v = accumulators(s.v.at(0))
         s.k.wait(turn * 2)
         s.k.wait(turn * 2 + 1)
         s.v.wait(turn * 2 + C)
@@ -392,14 +443,18 @@ def _consumer(s, C: gl.constexpr):
             # ∂K starts anew, and ∂Q goes nowhere.
             grad_scores_before = s.grad_scores_s.index(((j + 1) & 1) * 2 + C)
             grad_k_mma = plus_product(grad_scores_before, s.q.tile(before), grad_k, j > base + 1)
-            scores = warpgroup_mma_wait(2, deps=(scores_mma,))
+            scores = warpgroup_mma_wait(2 * PARTS, deps=(scores_mma,))
             # The masks' numbers come from shared memory: as constants they stay in registers.
             if s.CAUSAL:
-                if diagonal + j * s.BLOCK_Q > -63:
+                if j >= masked_from:
                     # Passes at once; without it ptxas makes the branch into selects that every tile
                     # pays for.
                     mbarrier.wait(s.passed, 1)
-                    keys = s.numbers_s.slice(0, 64).load(KEYS) + (diagonal + j * s.BLOCK_Q)
+                    # Once more, so that these stay in no registers.
+                    _, key_tile_m, last_tile_m, count_m = _work_tile(s, s.work.number(turn))
+                    first_key = key_tile_m * BLOCK_K + C * 64 - (s.num_keys - s.num_queries)
+                    row = (last_tile_m - (count_m - (after - j)) // s.group) * s.BLOCK_Q
+                    keys = s.numbers_s.slice(0, 64).load(KEYS) + (first_key - row)
                     queries = s.numbers_s.load(QUERIES)
                     scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
             elif not s.EVEN_K:
@@ -416,15 +471,17 @@ def _consumer(s, C: gl.constexpr):
             # ptxas moves the wait for ∂P ahead of the exponentials.
             mbarrier.wait(s.grad_scores_full, (j + 1) & 1)
             p_low = gl.convert_layout(p.to(DTYPE), OPERAND)
-            grad_p = warpgroup_mma_wait(1, deps=(grad_p_mma,))
+            grad_p = warpgroup_mma_wait(PARTS, deps=(grad_p_mma,))
             delta = s.grad_out.rows.index(j % s.grad_out.NUM).load(QUERIES)
             grad_scores = (p * (grad_p - delta[None, :])).to(DTYPE)
             s.grad_scores_s.index((j & 1) * 2 + C).store(grad_scores)
             fence_async_shared()
             grad_q_mma = _grad_q_product(s, zero, j + 1, C)
             grad_v_mma = plus_product(p_low, grad_out, grad_v)
-            grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma[0], grad_q_mma))
-            grad_k = (grad_k,)
+            products = grad_k_mma + (grad_q_mma,)  # noqa: RUF005 (no such syntax in kernels)
+            done = warpgroup_mma_wait(PARTS, deps=products)
+            grad_k = done[:PARTS]
+            grad_q = done[PARTS]
             mbarrier.arrive(s.grad_scores_full, count=1)
             s.q.release(before, j > base)
             # What goes nowhere waits for the last one of the work tile before.
@@ -444,21 +501,23 @@ def _consumer(s, C: gl.constexpr):
         head = head_total % s.num_heads
         k1 = key_tile * BLOCK_K + C * 64
         # ∂S of the tile before the last has been read: its place carries ∂V and ∂K out. At 128
-        # columns it has room for one of the four, and another place for a second. TMA clips rows
-        # past the end.
+        # columns it has room for one of the four, and another place for a second; with a tail there
+        # is another place for all. TMA clips rows past the end.
         free = (last + 1) & 1
-        if s.D == 64:
-            carriers = reinterpret(s.grad_scores_s, DTYPE, [8, 1, 1, 64, 64], s.grad_v_desc.layout)
-            grad_v_s = carriers.index((free * 2 + C) * 2)
-            grad_k_s = carriers.index((free * 2 + C) * 2 + 1)
+        LAYOUT: gl.constexpr = s.grad_v_descs[0].layout
+        if PARTS == 2:
+            grad_v_s = [part.index(C * 2) for part in s.carrier_s]
+            grad_k_s = [part.index(C * 2 + 1) for part in s.carrier_s]
+        elif s.D == 64:
+            carriers = reinterpret(s.grad_scores_s, DTYPE, [8, 1, 1, 64, 64], LAYOUT)
+            grad_v_s = (carriers.index((free * 2 + C) * 2),)
+            grad_k_s = (carriers.index((free * 2 + C) * 2 + 1),)
         else:
-            carriers = reinterpret(s.grad_scores_s, DTYPE, [2, 1, 1, 64, 128], s.grad_v_desc.layout)
-            grad_v_s = s.carrier_s.index(0) if C == 0 else carriers.index(free)
+            carriers = reinterpret(s.grad_scores_s, DTYPE, [2, 1, 1, 64, 128], LAYOUT)
+            grad_v_s = (s.carrier_s[0].index(0) if C == 0 else carriers.index(free),)
             grad_k_s = grad_v_s
-        grad_v_s.reshape([64, s.D]).store(grad_v[0].to(DTYPE))
-        fence_async_shared()
-        async_store(s.grad_v_desc, [batch, head, k1, 0], grad_v_s)
-        grad_k = warpgroup_mma_wait(2, deps=grad_k_mma)
+        _store(s.grad_v_descs, grad_v, grad_v_s, batch, head, k1)
+        grad_k = finished(grad_k_mma, 2)
         grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
         s.k.release(turn * 2)
         s.k.release(turn * 2 + 1)
@@ -466,9 +525,8 @@ def _consumer(s, C: gl.constexpr):
         _put_grad_q(s, grad_q, last, C, last - 1)
         if s.D == 128:
             tma.store_wait(0)
-        grad_k_s.reshape([64, s.D]).store((grad_k * (s.scale_log2 * LN_2)).to(DTYPE))
-        fence_async_shared()
-        async_store(s.grad_k_desc, [batch, head, k1, 0], grad_k_s)
+        grad_k = [part * (s.scale_log2 * LN_2) for part in grad_k]
+        _store(s.grad_k_descs, grad_k, grad_k_s, batch, head, k1)
         base = after
         s.work.release(turn)
         turn += 1
@@ -480,28 +538,35 @@ def _consumer(s, C: gl.constexpr):
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_single_kernel(
     q_desc,
+    q_tail_desc,
     grad_out_desc,
+    grad_out_tail_desc,
     k_desc,
+    k_tail_desc,
     v_desc,
+    v_tail_desc,
     grad_k_desc,
+    grad_k_tail_desc,
     grad_v_desc,
+    grad_v_tail_desc,
     lse_desc,
     delta_desc,
     dq_accum_desc,
+    dq_accum_tail_desc,
     dq_semaphore_ptr,
     tile_counter_ptr,
     num_heads,
     num_heads_total,
+    group,
     num_queries,
     num_keys,
     padded_queries,
-    heads_in_flight,
+    section,
+    run,
     num_work_tiles,
     scale_log2,
     BLOCK_Q: gl.constexpr,
     D: gl.constexpr,
-    STAGES: gl.constexpr,
-    STAGES_GRAD_OUT: gl.constexpr,
     CAUSAL: gl.constexpr,
     EVEN_K: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -512,16 +577,23 @@ def hopper_bwd_single_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     numbers_s = counting(BLOCK_Q)
-    carrier_s = room(grad_k_desc, 1) if D == 128 else None
+    descs = parts(grad_k_desc, grad_k_tail_desc)
+    carrier_s = None
+    if D == 128 or len(descs) == 2:
+        carrier_s = [room(desc, 1 if D == 128 else 4) for desc in descs]
+    dq_accum_descs = (
+        dq_accum_desc,
+        dq_accum_desc if dq_accum_tail_desc is None else dq_accum_tail_desc,
+    )
     shared = Shared(
-        ring((q_desc,), STAGES, 2, lse_desc),
-        ring((grad_out_desc,), STAGES_GRAD_OUT, 2, delta_desc),
-        ring((k_desc,), 2, 2),
-        ring((v_desc,), 2, 1),
-        grad_k_desc,
-        grad_v_desc,
+        ring(parts(q_desc, q_tail_desc), STAGES, 2, lse_desc),
+        ring(parts(grad_out_desc, grad_out_tail_desc), STAGES_GRAD_OUT, 2, delta_desc),
+        ring(parts(k_desc, k_tail_desc), 2, 2),
+        ring(parts(v_desc, v_tail_desc), 2, 1),
+        descs,
+        parts(grad_v_desc, grad_v_tail_desc),
         gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], TILE),
-        room(dq_accum_desc, 2),
+        [room(desc, 1).index(0) for desc in dq_accum_descs],
         numbers_s,
         carrier_s,
         barriers(1, 2).index(0),
@@ -531,15 +603,17 @@ def hopper_bwd_single_kernel(
         # Nobody arrives here: whoever waits for the phase before the first passes.
         barriers(1, 1).index(0),
         queue(2 + WRITERS),
-        dq_accum_desc,
+        dq_accum_descs,
         dq_semaphore_ptr,
         tile_counter_ptr,
         num_heads,
         num_heads_total,
+        group,
         num_queries,
         num_keys,
         padded_queries,
-        heads_in_flight,
+        section,
+        run,
         num_work_tiles,
         scale_log2,
         BLOCK_Q,
@@ -561,6 +635,18 @@ def hopper_bwd_single_kernel(
     )
 
 
+@triton.jit
+def _convert(part_ptr, first_ptr, stride_s, num_rows, num_columns, scale, COLUMNS: tl.constexpr):
+    """64 rows of ∂Q, scaled, out of the order of `_in_register_order`."""
+    total = tl.load(part_ptr + tl.arange(0, 64 * COLUMNS))
+    total = tl.reshape(total, (COLUMNS // 8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5))
+    rows = tl.arange(0, 64)[:, None]
+    cols = tl.arange(0, COLUMNS)[None, :]
+    to = first_ptr + rows.to(tl.int64) * stride_s + cols
+    low = (total.reshape(64, COLUMNS) * scale).to(first_ptr.dtype.element_ty)
+    tl.store(to, low, mask=(rows < num_rows) & (cols < num_columns))
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_convert_kernel(
     dq_accum_ptr,
@@ -571,63 +657,40 @@ def hopper_bwd_convert_kernel(
     num_queries,
     num_tiles,
     scale,
-    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """∂Q = scale · sum of one (64, 64) part, out of the order of `_in_register_order`."""
+    """∂Q = scale · sum, of one of the two parts of a tile."""
     part = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     tile = part // 2
     head_total = batch * tl.num_programs(1) + head
     # A tile of 128 queries has two parts of 64 queries, one of 64 has two of 64 columns.
-    first = tile * BLOCK_Q + (part % 2 * 64 if BLOCK_Q == 128 else 0)
-    cols = tl.arange(0, 64)[None, :] + (0 if BLOCK_Q == 128 else part % 2 * 64)
-    total = tl.load(dq_accum_ptr + (head_total * num_tiles * 2 + part) * 4096 + tl.arange(0, 4096))
-    total = tl.reshape(total, (8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape(64, 64)
-    rows = first + tl.arange(0, 64)
-    to = (
-        grad_q_ptr
-        + batch * stride_b
-        + head * stride_h
-        + rows.to(tl.int64)[:, None] * stride_s
-        + cols
-    )
-    tl.store(
-        to, (total * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows < num_queries)[:, None]
-    )
+    second = part % 2
+    row = tile * BLOCK_Q + (second * 64 if BLOCK_Q == 128 else 0)
+    column = 0 if BLOCK_Q == 128 else second * 64
+    part_ptr = dq_accum_ptr + (head_total * num_tiles + tile) * 64 * (64 + (TAIL or 64))
+    part_ptr += second * 4096
+    to = grad_q_ptr + batch * stride_b + head * stride_h + row.to(tl.int64) * stride_s + column
+    left = (num_queries - row, HEAD_DIM - column)
+    if TAIL and second == 1:
+        _convert(part_ptr, to, stride_s, *left, scale, TAIL)
+    else:
+        _convert(part_ptr, to, stride_s, *left, scale, 64)
 
 
-def _tiles_each(
-    num_heads_total: int,
-    num_queries: int,
-    num_keys: int,
-    head_dim: int,
-    causal: bool,
-    programs: int,
-):
-    """Returns how many tiles a multiprocessor computes, at least one program's."""
-    work_tiles = max(1, num_heads_total * -(-num_keys // BLOCK_K.value) / programs)
-    return work_tiles * -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
+def _section(num_heads: int, num_tiles: int, steps: int, causal: bool, programs: int) -> int:
+    """Returns how many heads take turns, each with so many programs, of so many steps at most.
 
-
-def heads_in_flight(
-    num_heads_total: int,
-    num_queries: int,
-    num_keys: int,
-    head_dim: int,
-    causal: bool,
-    programs: int,
-) -> int:
-    """Returns how many heads' programs take turns in one pass; the arguments are those of
-    `ordering_pays`.
+    Programs of a head begin a step apart: the last waits for half of a mean loop or less.
     """
-    most = HEADS_IN_FLIGHT[head_dim]
+    most = max(programs // SHARERS, 4 * programs // steps)
     if not causal:
-        tiles = _tiles_each(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
-        most = min(most, math.ceil(programs / (WAITING * tiles)))
-    # As many in every round of heads.
-    return -(-num_heads_total // -(-num_heads_total // most))
+        computed = max(1, num_heads * num_tiles / programs) * steps
+        most = min(most, math.ceil(programs / (WAITING * computed)))
+    return even_section(num_heads, most)
 
 
 def ordering_pays(
@@ -653,17 +716,21 @@ def ordering_pays(
     and two were of one and two heads.
 
     Args:
-        num_heads_total: of all batches.
+        num_heads_total: key heads of all batches.
+        num_queries: that read one key head, of all its query heads.
         programs: how many run at once.
     """
     key_tiles = -(-num_keys // BLOCK_K.value)
     if causal and (
-        head_dim == 128 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs
+        head_dim > 64 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs
     ):
         return True
-    shape = (num_heads_total, num_queries, num_keys, head_dim, causal, programs)
-    waiting = min(key_tiles, programs / heads_in_flight(*shape))
-    return waiting < MOST_WAITING[head_dim] * _tiles_each(*shape)
+    steps = -(-num_queries // BLOCK_Q[head_dim])
+    section = _section(num_heads_total, key_tiles, steps, causal, programs)
+    # What a multiprocessor computes, at least one program's.
+    computed = max(1, num_heads_total * key_tiles / programs) * steps / (2 if causal else 1)
+    most = MOST_WAITING_AT_64 if head_dim == 64 else MOST_WAITING
+    return min(key_tiles, programs / section) < most * computed
 
 
 def plan(
@@ -678,48 +745,59 @@ def plan(
     scale: float,
     causal: bool,
 ) -> Callable[..., None]:
-    """Returns what writes the gradients, as `two_passes.plan` does; q and k have as many
-    heads.
-    """
+    """Returns what writes the gradients, as `two_passes.plan` does."""
     num_batches, num_heads, num_queries, head_dim = q.shape
-    num_keys = k.shape[2]
+    num_key_heads, num_keys = k.shape[1:3]
+    group = num_heads // num_key_heads
     num_heads_total = num_batches * num_heads
-    block_q = SINGLE[head_dim]["BLOCK_Q"]
+    num_key_heads_total = num_batches * num_key_heads
+    block_q = BLOCK_Q[head_dim]
     num_tiles = -(-num_queries // block_q)
-    num_work_tiles = -(-num_keys // BLOCK_K.value) * num_heads_total
+    key_tiles = -(-num_keys // BLOCK_K.value)
+    num_work_tiles = key_tiles * num_key_heads_total
     programs = num_multiprocessors(device_index)
-    # Two parts of 64 × 64 a tile, each 16 rows of 256.
-    dq_accum_shape = (num_heads_total * num_tiles * 32, 256)
+    tail = TAILS[head_dim]
+    # Two parts a tile, of 64 × 64 or of a tail's columns, 256 numbers a row.
+    second_rows = tail // 4 or 16
+    dq_accum_shape = (num_heads_total * num_tiles * (16 + second_rows), 256)
     # No program adds to a tile whose queries see no key.
     empty = torch.zeros if causal and num_queries > num_keys else torch.empty
     statistics = rows_of(num_heads_total * padded_queries, block_q)
-    halves = described_as(dq_accum_shape, (256, 1), torch.float32, (16, 256), fp32_layout(2))
+    first, second = (
+        described_as(dq_accum_shape, (256, 1), torch.float32, (rows, 256), fp32_layout(2))
+        for rows in (16, second_rows)
+    )
     _, grad_k, grad_v = grads
     described = [
-        *(tiles_of(x, block_q, 0)[:1] for x in (q, grad_out)),
-        *(tiles_of(x, ROWS, 0)[:1] for x in (k, v, grad_k, grad_v)),
-        *((rows,) for rows in (statistics, statistics, halves)),
+        *(tiles_of(x, block_q, tail) for x in (q, grad_out)),
+        *(tiles_of(x, ROWS, tail) for x in (k, v, grad_k, grad_v)),
+        (statistics,),
+        (statistics,),
+        (first, second if tail else None),
     ]
-    turns = heads_in_flight(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
-    lengths = (num_heads, num_heads_total, num_queries, num_keys, padded_queries)
+    steps = num_tiles * group
+    section = _section(num_key_heads_total, key_tiles, steps, causal, programs)
+    order = (section, run_of(steps) if causal else 1)
+    heads = (num_key_heads, num_key_heads_total, group)
+    lengths = (num_queries, num_keys, padded_queries)
     constants = {
-        "D": head_dim,
+        "D": 64 if tail else head_dim,
         "CAUSAL": causal,
         "EVEN_K": causal or num_keys % BLOCK_K.value == 0,
-        **SINGLE[head_dim],
+        "BLOCK_Q": block_q,
     }
     launch = TileLaunch(
         hopper_bwd_single_kernel,
         (min(num_work_tiles, programs),),
         described,
-        (*lengths, turns, num_work_tiles, scale * LOG2_E),
+        (*heads, *lengths, *order, num_work_tiles, scale * LOG2_E),
         constants,
         2,
     )
     convert = Launch(
         hopper_bwd_convert_kernel,
         (num_tiles * 2, num_heads, num_batches),
-        {"D": head_dim, "BLOCK_Q": block_q},
+        {"HEAD_DIM": head_dim, "TAIL": tail, "BLOCK_Q": block_q},
         (*grads[0].strides[:3], num_queries, num_tiles, scale),
     )
 
