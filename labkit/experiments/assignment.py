@@ -215,11 +215,13 @@ class _Wrapped(nn.Module):
         prefix = name.removeprefix("get_")
         self._begin = getattr(adapters, f"{prefix}_on_train_batch_start", None)
         self._finish = getattr(adapters, f"{prefix}_on_after_backward")
+        # They may ask for one; the contest's own makes the steps.
+        self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         if self._begin:
-            self._begin(self.wrapped, None)
+            self._begin(self.wrapped, self._optimizer)
         return self.wrapped(*inputs)
 
     def finish_gradient_synchronization(self) -> None:
-        self._finish(self.wrapped, None)
+        self._finish(self.wrapped, self._optimizer)
