@@ -31,6 +31,7 @@ from .adapters import get_ddp
 def test_passed(): assert name == "installed nowhere"
 def test_missing(): get_ddp(None)
 def test_failed(): raise AssertionError("\\none is not two")
+def test_failed_rank(): raise Exception("Traceback\\n  assert x < 1\\nAssertionError\\n")
 def test_skipped(): pytest.skip("no GPU")
 def test_crashed(): os._exit(3)
 @pytest.mark.parametrize("x", ["a"])
@@ -41,13 +42,15 @@ def test_passed_after(): pass
 REASONS = {
     "missing": "NotImplementedError",
     "failed": "AssertionError: one is not two",
+    "failed_rank": "AssertionError: assert x < 1",
     "skipped": "no GPU",
     "crashed": "exit code 3",
 }
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds
     package = tmp_path / "cs336-basics/course_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("name = 'installed nowhere'")
@@ -61,12 +64,12 @@ def checkout(tmp_path):
 def test_every_end_of_a_test_is_named_and_the_others_go_on(checkout):
     (checkout / "tests/test_broken.py").write_text("import nowhere")
     *found, broken = assignment.run_tests(checkout, timeout_s=20)
-    assert len(found) == 7 and broken["test"] == "tests/test_broken.py"
+    assert len(found) == 8 and broken["test"] == "tests/test_broken.py"
     assert broken["state"] == "failed" and "No module named 'nowhere'" in broken["reason"]
     for outcome in found:
         name = outcome["test"].split("::test_")[1].removesuffix("[a]")
-        assert outcome["state"] == name.removesuffix("_after")
-        assert REASONS.get(outcome["state"], "") in outcome["reason"]
+        assert outcome["state"] == name.split("_")[0]
+        assert REASONS.get(name, "") in outcome["reason"]
 
 
 def test_what_is_filled_in_joins_a_contest_under_a_hash_of_all_sources(checkout, monkeypatch):

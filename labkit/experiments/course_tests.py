@@ -18,12 +18,15 @@ def _write(event):
 def _write_outcome(report):
     state, reason = report.outcome, ""
     if report.skipped:
-        reason = report.longrepr[2]
+        reason = report.longrepr[2].removeprefix("Skipped: ")
     elif report.failed:
-        lines = re.findall(r"^E +(.*\S)", report.longreprtext, re.MULTILINE)
+        lines = re.findall(r"^E +(.*\w\S*)", report.longreprtext, re.MULTILINE)
         # The last one is what a rank raised.
         named = [n for n, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        reason = " ".join(lines[named[-1] if named else 0 :])
+        first = named[-1] if named else 0
+        reason = " ".join(lines[first:])
+        if reason == "AssertionError":  # a rank's says no more than its line
+            reason = f"{reason}: {lines[first - 1]}"
     if reason == "NotImplementedError":
         state = "missing"
     seconds = getattr(report, "duration", 0)
