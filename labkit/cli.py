@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -570,6 +570,50 @@ def bench(
     print(frame.to_markdown(index=False, floatfmt=".3g"))
     own = frame[frame["implementation"].str.contains("@")]
     if not (own["status"] == "ok").all():
+        sys.exit(1)
+
+
+@app.command()
+def course(
+    checkout: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", resolve_path=True, help="Of assignment 2 of CS336."),
+    ],
+    contests: Annotated[
+        bool, typer.Option(help="Whether what is filled in is timed beside labkit's.")
+    ] = True,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds for one test, and for one pass of a contest.")
+    ] = 300,
+    output: OutputOption = None,
+) -> None:
+    """Run the tests of a checkout of CS336's assignment 2, and enter its adapters into `bench`."""
+    from labkit.experiments import assignment
+
+    def states(outcomes: Iterable[dict]) -> dict[str, str]:
+        """Prints outcomes as they come; returns the states of tests."""
+        known = {}
+        for outcome in outcomes:
+            known[outcome["test"]] = outcome["state"]
+            print("{state:8}{seconds:6.1f} s  {test}  {reason}".format(**outcome), flush=True)
+        return known
+
+    known = states(assignment.run_tests(checkout, timeout))
+    fine = ("passed", "skipped", "missing")
+    failed = [test for test, state in known.items() if state not in fine]
+    again = [test for test in failed if "::" in test]  # without files that cannot be imported
+    if again:
+        print("Again with labkit's adapters. What fails here too, such as a comparison bit by bit,")
+        print("may fail with any on this machine:", flush=True)
+        states(assignment.run_ours(checkout, timeout, again))
+    counts = Counter(known.values())
+    print("Tests: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+    filled, empty = assignment.adapters_of(checkout)
+    print(f"Empty adapters: {', '.join(empty) or 'none'}", flush=True)
+    folder = str(_writable(output))
+    for frame in assignment.contests(checkout, filled if contests else [], folder, timeout):
+        print(frame.to_markdown(index=False, floatfmt=".3g"), flush=True)
+    if failed:
         sys.exit(1)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.configs import ModelConfig
+from labkit.experiments.course_adapters import get_fsdp
 from labkit.kernels.adamw import FusedAdamW
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
 from labkit.parallel import collectives
@@ -146,14 +147,15 @@ def check_every_wrapper_trains_as_one_process():
     """
     warnings.simplefilter("error")
     torch.use_deterministic_algorithms(True)
-    for kind, name, parts in itertools.product((Net, Tied), WRAPPERS, (1, 2)):
+    wrappers = WRAPPERS | {"the course's": get_fsdp}
+    for kind, name, parts in itertools.product((Net, Tied), wrappers, (1, 2)):
         expected, mine = made(kind), made(kind, dist.get_rank())
-        model = WRAPPERS[name](mine)
+        model = wrappers[name](mine)
         optimizers = momentum(expected), momentum(model)
         for seed in range(3):
             alone_step(expected, optimizers[0], seed, parts)
             rank_step(model, optimizers[1], seed, parts)
-        exact = dist.get_world_size() == 2 and not (name == "fully sharded" and parts == 2)
+        exact = dist.get_world_size() == 2 and (name in REPLICATED or parts == 1)
         assert_same(model, expected, 0 if exact else 2e-6, (kind, name, parts))
         if kind is Tied:
             assert all(p.grad is None for p in model.module.unused.parameters()), name

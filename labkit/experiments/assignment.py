@@ -1,0 +1,227 @@
+"""`labkit course`: a checkout of assignment 2 of Stanford's CS336, either edition, as it stands.
+
+Its tests run in processes of their own, which may hang or end. What its tests/adapters.py has
+filled in joins the contests of `bench`.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit import guard
+from labkit.configs import RequestError
+from labkit.experiments import course_adapters, course_tests
+from labkit.experiments.bench import OPERATIONS, bench
+
+CONTESTS = {
+    "get_flashattention_autograd_function_pytorch": "attention",
+    "get_flashattention_autograd_function_triton": "attention",
+    "get_ddp": "data_parallel",
+    "get_ddp_individual_parameters": "data_parallel",
+    "get_ddp_bucketed": "data_parallel",
+    "get_sharded_optimizer": "optimizer",
+}
+"""By adapter the operation that it is timed as."""
+
+BASICS = "cs336-basics"
+"""Folder of the package that the tests import."""
+
+Outcome = dict[str, Any]
+"""How a test, or a file of tests, ended: "test", "state" (passed, skipped, failed, timeout, crashed
+or, where NotImplementedError is raised, missing), "seconds", "reason".
+"""
+
+
+# ---- tests ---------------------------------------------------------------------------------------
+
+
+def run_tests(
+    root: Path, timeout_s: float, tests: Sequence[str] | None = None
+) -> Iterator[Outcome]:
+    """Yields how the tests that are named, or all, ended, by the Python of .venv if there is one.
+
+    A file has a process of its own; after a test that hangs or ends it, another runs what is left.
+    Raises RequestError for a folder without tests.
+    """
+    guard.move_temporary_files()
+    files = sorted(f"tests/{path.name}" for path in root.glob("tests/test_*.py"))
+    if not files:
+        kind = "a checkout of stanford-cs336/assignment2-systems"
+        raise RequestError(f"no tests/test_*.py in {root}; accepted: {kind}")
+    for name in tests or files:
+        left = [name]
+        while left:
+            left = yield from _run(root, timeout_s, left)
+
+
+def run_ours(checkout: Path, timeout_s: float, tests: Sequence[str]) -> Iterator[Outcome]:
+    """Yields how tests end with labkit's adapters, by this Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        shutil.copytree(checkout / "tests", root / "tests")
+        shutil.copy(course_adapters.__file__, root / "tests/adapters.py")
+        (root / BASICS).symlink_to(checkout / BASICS)
+        yield from run_tests(root, timeout_s, tests)
+
+
+def _run(root: Path, timeout_s: float, tests: list[str]) -> Iterator[Outcome]:
+    """Yields the outcomes of one process; returns the tests that it has left, in their order."""
+    python = root / ".venv/bin/python"
+    if not python.is_file():
+        python = sys.executable
+    left = tests
+    code = None
+    with tempfile.TemporaryDirectory() as folder:
+        events = Path(folder, "events")
+        log = Path(folder, "log")
+        # -P: what lies beside the script has names of other modules.
+        script = [python, "-P", course_tests.__file__, events, root / BASICS]
+        with open(events, "w+", encoding="utf-8") as lines, open(log, "wb") as output:
+            process = subprocess.Popen(
+                [*script, "--rootdir=.", "--tb=short", *tests],
+                cwd=root,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            try:
+                since = time.monotonic()
+                while left and code is None and time.monotonic() - since < timeout_s:
+                    time.sleep(0.1)
+                    code = process.poll()
+                    for line in lines:
+                        event = json.loads(line)
+                        since = time.monotonic()
+                        if isinstance(event, list):
+                            left = event
+                        else:
+                            left = [test for test in left if test != event["test"]]
+                            yield event
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with its ranks
+                process.wait()
+        said = log.read_text(errors="replace").strip().split("\n")[-1]
+    if left:  # they run in this order
+        state = "timeout" if code is None else "crashed"
+        reason = "" if code is None else f"exit code {code}: {said[:200]}"
+        seconds = time.monotonic() - since
+        yield {"test": left[0], "state": state, "seconds": seconds, "reason": reason}
+    return left[1:]
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def adapters_of(checkout: Path) -> tuple[list[str], list[str]]:
+    """Returns the adapters that join a contest, and those that only raise NotImplementedError.
+
+    Raises RequestError where there is no tests/adapters.py, or it is not Python.
+    """
+    path = checkout / "tests/adapters.py"
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RequestError(f"no adapters in {path}: {error}") from None
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    empty = [
+        name
+        for name, node in functions.items()
+        if ast.unparse(node.body[-1]).startswith("raise NotImplementedError")
+        and not any(isinstance(inside, ast.Return) for inside in ast.walk(node))
+    ]
+    return [name for name in CONTESTS if name in functions.keys() - empty], empty
+
+
+def contests(
+    checkout: Path, names: Sequence[str], output: str, timeout_s: float
+) -> Iterator[pd.DataFrame]:
+    """Yields what `bench` returns of adapters of CONTESTS, an operation after another."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "course.py")
+        file.write_text(entrants_source(checkout, names), encoding="utf-8")
+        for op in OPERATIONS:
+            functions = [f"{file}:{name}" for name in names if CONTESTS[name] == op]
+            if functions:
+                yield bench(*functions, op=op, output=output, timeout_s=timeout_s)
+
+
+def entrants_source(checkout: Path, names: Sequence[str]) -> str:
+    """Returns the file that `bench` loads and hashes: another one where a source differs."""
+    digest = hashlib.sha256()
+    for path in sorted(checkout.glob("[!.]*/**/*.py")):
+        digest.update(path.read_bytes())
+    libraries = [str(path) for path in checkout.glob(".venv/lib/python*/site-packages")]
+    lines = [
+        f"# {digest.hexdigest()}",
+        "import sys",
+        f"sys.path[:0] = {[str(checkout), str(checkout / BASICS)]}",
+        f"sys.path += {libraries}  # for what this Python lacks",
+        "from tests import adapters",
+        "from labkit.experiments.assignment import entrant",
+        *(f"{name} = entrant(adapters, {name!r})" for name in names),
+    ]
+    return "\n".join(lines)
+
+
+def entrant(adapters: ModuleType, name: str) -> Callable:
+    """Returns an adapter of CONTESTS as its contest calls it."""
+    adapter = getattr(adapters, name)
+    if CONTESTS[name] == "attention":
+        return functools.partial(_attend, functools.cache(adapter))
+    if CONTESTS[name] == "optimizer":
+        return functools.partial(_on_one_rank, adapter)
+    return functools.partial(_Wrapped, adapters, name)
+
+
+def _attend(function: Callable, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Applies a Function of (batch, length, d)."""
+    out = function().apply(*(x.flatten(0, 1) for x in (q, k, v)), causal)
+    return out.unflatten(0, q.shape[:2])
+
+
+def _on_one_rank(adapter: Callable, params: list, **options: Any) -> torch.optim.Optimizer:
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    return adapter(params, torch.optim.AdamW, **options)
+
+
+class _Wrapped(nn.Module):
+    """A module in a wrapper whose steps are functions beside it."""
+
+    def __init__(self, adapters: ModuleType, name: str, module: nn.Module):
+        super().__init__()
+        options = {"bucket_size_mb": 100} if name == "get_ddp_bucketed" else {}
+        self.wrapped = getattr(adapters, name)(module, **options)
+        prefix = name.removeprefix("get_")
+        self._begin = getattr(adapters, f"{prefix}_on_train_batch_start", None)
+        self._finish = getattr(adapters, f"{prefix}_on_after_backward")
+        # They may ask for one; the contest's own makes the steps.
+        self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if self._begin:
+            self._begin(self.wrapped, self._optimizer)
+        return self.wrapped(*inputs)
+
+    def finish_gradient_synchronization(self) -> None:
+        self._finish(self.wrapped, self._optimizer)

@@ -1,0 +1,63 @@
+"""labkit's adapters for the tests of assignment 2 of Stanford's CS336, editions 2025 and 2026.
+
+As the tests/adapters.py of a checkout they let its official tests judge labkit. Names, arguments
+and results are the course's.
+"""
+
+import functools
+
+from torch import Tensor, nn
+
+from labkit.kernels.flash_attention import FlashAttention
+from labkit.kernels.flash_attention.tiled import TiledFlashAttention
+from labkit.parallel.data_parallel import BucketedDataParallel, OverlappedDataParallel
+from labkit.parallel.fully_sharded import FullyShardedDataParallel
+from labkit.parallel.sharded_optimizer import ShardedOptimizer
+
+get_ddp = get_ddp_individual_parameters = OverlappedDataParallel
+get_ddp_bucketed = BucketedDataParallel
+get_sharded_optimizer = ShardedOptimizer
+
+
+def get_flashattention_autograd_function_pytorch() -> type:
+    """Returns the tiled algorithm in plain PyTorch."""
+    return TiledFlashAttention
+
+
+def get_flashattention_autograd_function_triton() -> type:
+    """Returns the Triton kernels, which need a CUDA device."""
+    return FlashAttention
+
+
+class get_fsdp(FullyShardedDataParallel):  # noqa: N801
+    """labkit's, but for vectors: they are plain parameters, whose gradients a test gathers."""
+
+    def _sharded(self, module: nn.Module) -> dict:
+        parameters = super()._sharded(module)
+        for vector in self._vectors:
+            vector.outer = nn.Parameter(vector.local, vector.outer.requires_grad)
+            vector.add_gradient = functools.partial(_add_gradient, vector.outer)
+        return parameters
+
+
+def _add_gradient(p: nn.Parameter, gradient: Tensor) -> None:
+    p.grad = gradient if p.grad is None else p.grad + gradient
+
+
+def fsdp_gather_full_params(fsdp_model: nn.Module) -> dict[str, Tensor]:
+    """Returns the whole parameters by name. Collective."""
+    named = fsdp_model.module.named_parameters()
+    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in named}
+
+
+def ddp_on_after_backward(ddp_model: nn.Module, optimizer: object) -> None:
+    """Has every gradient be the average over the ranks."""
+    ddp_model.finish_gradient_synchronization()
+
+
+fsdp_on_after_backward = ddp_on_after_backward
+ddp_individual_parameters_on_after_backward = ddp_bucketed_on_after_backward = ddp_on_after_backward
+
+
+def ddp_bucketed_on_train_batch_start(ddp_model: nn.Module, optimizer: object) -> None:
+    """Does nothing: each bucket knows when it is whole."""
