@@ -352,15 +352,15 @@ def check_loads(name: str, compiled) -> None:
     [
         (86, torch.bfloat16, 2560),
         (90, torch.bfloat16, 1600),
-        (120, torch.bfloat16, 2560),
         *more(
+            (120, torch.bfloat16, 2560),
             *(
                 (capability, dtype, width)
                 for capability in SHARED_LIMIT
                 for dtype in (torch.float32, torch.float16)
                 # The widest whose rows are loaded ahead in backward, and the widest of all.
                 for width in (256, 8192, norms.MAX_COLUMNS)
-            )
+            ),
         ),
     ],
 )
