@@ -19,10 +19,6 @@ SHAPES = [(7,), (1500,), (33, 65), (), (0, 3), (2, 1024)]
 CLOSE = {"rtol": 1e-6, "atol": 5e-8}
 
 
-def is_interpreted() -> bool:
-    return fused.IS_INTERPRETED
-
-
 def drawn(dtype: torch.dtype) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [

@@ -12,7 +12,7 @@ import unittest.mock
 import pytest
 import torch
 import torch.nn.functional as F
-from chapters import CPU, on_a_cpu
+from chapters import CPU
 
 import labkit
 from labkit.configs import RequestError
@@ -129,9 +129,8 @@ GPU_CHEATS = {
 
 
 @pytest.fixture
-def this_device_is_a_cpu(monkeypatch):
+def this_device_is_a_cpu(monkeypatch, on_a_cpu):
     monkeypatch.setattr(time, "perf_counter", CLOCK)
-    yield from on_a_cpu(monkeypatch)
 
 
 on_cpu = pytest.mark.usefixtures("this_device_is_a_cpu")

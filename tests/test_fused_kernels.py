@@ -21,7 +21,7 @@ from kernel_operations import (
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.kernels import column_sums, fused, gelu_mlp, launch, linear, rotary
+from labkit.kernels import column_sums, gelu_mlp, launch, linear, rotary
 from labkit.kernels import cross_entropy as ce
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.rms_norm import rms_norm
@@ -29,11 +29,6 @@ from labkit.kernels.swiglu import swiglu
 from labkit.numerics import judge
 
 FP32, BF16, FP16 = DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def is_interpreted() -> bool:
-    torch.set_num_threads(1)
-    return fused.IS_INTERPRETED
 
 
 # So that few rows make many tiles, and chunks.

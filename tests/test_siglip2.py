@@ -16,7 +16,6 @@ from kernel_operations import poisoned_memory
 from torch import Tensor
 
 from labkit.configs import SIGLIP2_SIZES
-from labkit.kernels import fused
 from labkit.models.siglip2 import IMPLS, Siglip2Encoder
 
 TINY = dataclasses.replace(SIGLIP2_SIZES["tiny"], d_model=48, d_ff=80)
@@ -29,11 +28,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def draw(*shape: int, seed: int = 1, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def is_interpreted() -> bool:
-    torch.set_num_threads(1)
-    return fused.IS_INTERPRETED
 
 
 def build(impl: str, dtype=torch.float32, config=TINY, **options) -> Siglip2Encoder:

@@ -117,12 +117,6 @@ def test_eager_computes_the_formulas():
         assert error <= roundings * exact[name].abs().max(), name
 
 
-def is_interpreted() -> bool:
-    from labkit.kernels import flash_attention
-
-    return flash_attention.IS_INTERPRETED
-
-
 def loss_and_gradients(
     impl: str, compiled: bool, autocast: bool, device: str, dtype=torch.float32
 ) -> dict[str, Tensor]:
