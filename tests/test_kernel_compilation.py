@@ -340,7 +340,7 @@ def check_loads(name: str, compiled) -> None:
         assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
         # As many programs of a multiprocessor as there are to be: a KiB of each is the system's.
         assert gelu_mlp.PROGRAMS * (compiled.metadata.shared + 1024) <= 228 * 1024
-    else:
+    elif name != "write_addresses_kernel":  # of a few numbers
         in_16_bytes = re.search(r"ld\.global\S*\.v4|cp\.async\.c[ag]\S+ .*, 0x10", ptx)
         assert in_16_bytes, f"{name} loads less than 16 bytes at a time"
     if "norm_bwd" in name or "gelu_bwd" in name:

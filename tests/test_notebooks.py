@@ -174,6 +174,7 @@ def ended(monkeypatch, capsys):
             "unknown parameter 'device' of 01_benchmarking; accepted: sizes,",
         ),
         (["report", "--device", "../abacus"], "nothing has been measured on '../abacus' in"),
+        (["compare", "--sessions", "--notebook", "99"], "unknown notebook '99'"),
         (["compare", "--sessions", "a" * 5000], f"nothing has been measured on '{'a' * 80}' in"),
     ],
 )

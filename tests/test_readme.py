@@ -1,4 +1,4 @@
-"""What README shows is so: its table of devices, and the scripts for a cluster and a container."""
+"""What README shows is so: its table of devices, and the script for a cluster."""
 
 import os
 import re
@@ -8,7 +8,6 @@ from labkit.configs import FIGURES, REPOSITORY
 from labkit.report import render, tables
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def block(beginning: str) -> str:
@@ -26,29 +25,6 @@ def test_the_table_of_devices_is_that_of_the_folders():
     assert f"\n\n{table}\n\n" in README, "run `labkit devices --summary`"
     for target in re.findall(r"\]\((figures/[^)]*)\)", table):
         assert (REPOSITORY / target).exists()
-
-
-def test_folders_without_records_make_an_empty_table(tmp_path):
-    (tmp_path / "notes").mkdir()
-    assert render.devices_summary(tmp_path).empty
-
-
-def test_the_command_that_checks_a_device_is_named():
-    section = CONTRIBUTING.split("## Add a device")[1].split("\n## ")[0]
-    assert "`labkit verify figures/<device>`" in section
-    assert "`labkit devices --summary`" in section
-
-
-def test_the_container_installs_a_clone_with_what_compiling_needs():
-    lines = block("FROM ").splitlines()
-    instructions = [line.split()[0] for line in lines if not line.startswith("#")]
-    assert instructions == ["FROM", "RUN", "WORKDIR", "COPY", "RUN", "ENV", "ENTRYPOINT", "CMD"]
-    assert len(lines) <= 10
-    (packages,) = (line for line in lines if "apt-get install" in line)
-    assert {"g++", "git"} <= set(packages.split())
-    # The volume of the command below is where a clone's results lie.
-    folder = next(line.split()[1] for line in lines if line.startswith("WORKDIR"))
-    assert f'"$PWD/figures:{folder}/figures"' in README
 
 
 SBATCH = {"job-name", "gpus", "exclusive", "time", "requeue", "open-mode", "signal"}
