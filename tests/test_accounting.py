@@ -11,8 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit import accounting
 from labkit.configs import SIZES, ModelConfig
-from labkit.experiments.attention import saved_tensors, storage_bytes
-from labkit.kernels.attention import attention
 from labkit.kernels.reference import attention_reference
 from labkit.measure.memory import measure_usage, residuals, saved_bytes
 from labkit.models.transformer import TransformerLM, language_model_loss
@@ -105,27 +103,9 @@ def test_a_block_keeps_what_autograd_keeps(config, batch, context, precision, im
     assert saved_bytes(kept) == predicted
 
 
-def random_inputs(shape, dtype):
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("impl", "kind"), [("eager", "eager"), ("sdpa_math", "math"), ("sdpa_flash", "fused")]
-)
-def test_an_attention_call_keeps_what_autograd_keeps(dtype, impl, kind):
-    shape = (3, 7, 5)
-    q, k, v = random_inputs(shape, dtype)
-    function = (
-        attention_reference if impl == "eager" else lambda q, k, v: attention(q, k, v, impl=impl)
-    )
-    predicted = accounting.attention_saved_bytes(kind, *shape, q.element_size())
-    assert storage_bytes(saved_tensors(function(q, k, v))) == predicted
-
-
 def test_peak_bytes_are_those_of_the_tensors_alive_at_once():
     shape = (3, 40, 5)
-    inputs = random_inputs(shape, torch.float32)
+    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     row, scores = 4 * 3 * 40 * 5, 4 * 3 * 40**2
     predicted = functools.partial(accounting.attention_reserved_bytes, device_kind="cpu")
     forward = measure_usage(lambda: attention_reference(*inputs), "cpu")

@@ -823,7 +823,7 @@ def test_compiled_kernels_are_within_the_budget(case):
 on_hopper = pytest.mark.gpu(capability=(9, 0))
 
 
-LENGTHS = ((1, 1), (65, 65), (128, 384), (300, 127), (127, 300), (640, 64))
+LENGTHS = ((1, 1), (128, 384), (640, 64))  # others are drawn at random below
 HOPPER_CASES = [
     *(
         Case((2, 2, 2, *lengths, dim), causal=causal)

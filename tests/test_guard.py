@@ -30,17 +30,6 @@ def temporary(tmp_path, monkeypatch):
         yield Path(folder)
 
 
-def test_the_folder_and_what_was_started_in_it_go_with_the_block(temporary):
-    with guard.guarded_folder() as (folder, process):
-        assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
-        (folder / "deep").mkdir()
-        (folder / "deep" / "file").touch()
-        environment = {**os.environ, "HERE": str(folder)}
-        child = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
-    assert child.wait(5) == -signal.SIGKILL
-    assert process.poll() is not None and not list(temporary.iterdir())
-
-
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_guard_that_is_stopped_or_killed_is_replaced_by_its_parent(
     temporary, monkeypatch, number
@@ -101,11 +90,6 @@ def written(tmp_path):
         )
 
     return write
-
-
-def test_a_notebook_leaves_no_temporary_file(temporary, written):
-    subprocess.run([sys.executable, "-c", written(KERNEL)], check=True, timeout=100)
-    assert not list(temporary.iterdir()) and not holding(bytes(temporary))
 
 
 def test_a_notebook_that_is_killed_leaves_nothing(temporary, written):

@@ -1,17 +1,11 @@
-"""Notebooks: the rules of their cells, their parameters, the command line, and a run of the whole
-chain on this machine's CPU.
-"""
+"""Notebooks: the rules of their cells, their parameters, and what the command line refuses."""
 
 import ast
 import errno
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import time
-from collections import Counter
 
 import nbformat
 import pytest
@@ -19,7 +13,7 @@ import pytest
 from labkit import cli, notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.device import detect
-from labkit.experiments import attention, sweep
+from labkit.experiments import sweep
 from labkit.lessons import open_chapter
 from labkit.records import Record, RecordStore, check, folder_of
 from labkit.report import render
@@ -275,63 +269,3 @@ def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monk
     cli.report(REFERENCE_DEVICE)
     cli.report("cpu-x", top_level=True)
     assert [options["top_level"] for options in asked] == [False, True, True]
-
-
-COMMAND = ["run", "05", "--profile", "smoke", "-p", "lengths=128"]
-"""The shortest run of the whole chain: no case of this length is compiled."""
-
-PROGRESS = r"^Measuring .*|^ *\d+%\|.{20}\| [\d:]+, [\d:?]+ left(, 05 .*)?$"
-# What a CUDA build of torch says on a machine without a GPU when it loads its compiler.
-PROGRESS += r"|^W.* No CUDA runtime is found, using CUDA_HOME=.*$"
-"""What a run in which nothing is wrong says on stderr: what it measures, and the bar."""
-
-
-def labkit(*arguments) -> subprocess.Popen:
-    command = [sys.executable, "-m", "labkit", *map(str, arguments)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """That run, killed in the middle and gone on with; returns the device's folder and what it
-    said on stdout and stderr.
-    """
-    output = tmp_path_factory.mktemp("figures")
-    with labkit(*COMMAND, "--output", output) as process:
-        deadline = time.monotonic() + 120
-        while sum(path.read_bytes().count(b"\n") for path in output.glob("*/*/*.jsonl")) < 9:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        process.kill()
-    with labkit(*COMMAND, "--output", output) as process:
-        said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    (folder,) = output.iterdir()
-    return folder, *said
-
-
-@pytest.mark.slow
-def test_a_killed_run_that_goes_on_loses_and_doubles_nothing(measured):
-    folder = measured[0]
-    records = RecordStore(folder / "records" / "05_attention.jsonl").load()
-    assert {record.section for record in records} == {"host", "ceilings", "attention"}
-    assert {record.status for record in records} <= {"ok", "skipped"}
-    assert {record.device for record in records} == {folder.name}
-    counts = Counter(record.identity for record in records if record.section == "attention")
-    done = json.loads((folder / "records" / "05_attention.done.json").read_text())
-    cases = attention.cases("smoke", "cpu", lengths=[128])
-    asked = [phase for case in cases if case.section == "attention" for phase in case.phases]
-    assert sum(counts.values()) == len(counts) == len(asked)
-    assert len({record.session for record in records}) == 2
-    assert done["num_missing"] > 0, "the rest of the smoke grid was not asked for"
-
-
-@pytest.mark.slow
-def test_a_run_writes_tables_figures_and_a_report_and_says_nothing_else(measured):
-    folder, said, errors = measured
-    assert (folder / "tables" / "05_attention.csv").exists()
-    assert (folder / "05_attention.ipynb").exists()
-    assert f"Report: {folder / 'report.md'}" in said and "ok" in said
-    assert not re.sub(PROGRESS, "", errors, flags=re.MULTILINE).strip()

@@ -131,12 +131,15 @@ def test_a_rehearsal_runs_what_compiles_and_drops_what_it_measured(tmp_path, mon
     monkeypatch.setattr(sweep, "num_usable_cores", lambda: 2)
     log = tmp_path / "log"
     plan = [
-        make_case("a", log, compiles=True),
+        make_case("a", log, "count_blocks", compiles=True),
         make_case("b", log, "exit", "second", compiles=True),
         make_case("c", log),
     ]
-    session = open_session(tmp_path / "out", plan)
+    session, num_layers = open_session(tmp_path / "out", plan), SIZES["small"].num_layers
     sweep.rehearse([session])
+    # A rehearsed model has one block.
+    assert set((tmp_path / "blocks").read_text().split()) == {"1"}
+    assert SIZES["small"].num_layers == num_layers > 1
     rehearsed = steps_of(log)
     assert {name for name, _ in rehearsed} == {"a", "b"}
     assert rehearsed.count(("a", "third")) == 1 and ("b", "second") in rehearsed
@@ -146,17 +149,6 @@ def test_a_rehearsal_runs_what_compiles_and_drops_what_it_measured(tmp_path, mon
     # One case alone compiles where it is measured.
     sweep.rehearse([open_session(tmp_path / "one", plan[:1])])
     assert steps_of(log) == rehearsed
-
-
-def test_a_rehearsed_model_has_one_block(tmp_path, monkeypatch):
-    blocks = tmp_path / "blocks"
-    monkeypatch.setattr(sweep, "num_usable_cores", lambda: 2)
-    log = tmp_path / "log"
-    plan = [make_case(name, log, "count_blocks", compiles=True) for name in ("a", "b")]
-    before = SIZES["small"].num_layers
-    sweep.rehearse([open_session(tmp_path / "out", plan)])
-    assert sorted(set(blocks.read_text().split())) == ["1"]
-    assert SIZES["small"].num_layers == before > 1
 
 
 def test_compare_shows_what_both_have_and_writes_it(tmp_path):
