@@ -118,7 +118,6 @@ def test_a_page_has_findings_a_figure_and_every_row(sides):
     text = compare.page(comparison, {NOTEBOOK: "01.svg"})
     assert text.startswith("# b beside a\n")
     assert "Device times, 2 rows: b is" in text and "1 ahead and 1 undecided" in text
-    assert "1 measurement fit on b alone" in text
     assert "1 row: 01_benchmarking, execution: num_parameters differs." in text
     assert figures.svg(compare.figure(comparison, NOTEBOOK)).startswith(b"<?xml")
     assert compare.figure(comparison, "02_nsys_analysis") is None

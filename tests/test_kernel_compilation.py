@@ -36,7 +36,7 @@ from labkit.kernels.flash_attention import plan, splits, tiles
 from labkit.kernels.flash_attention import triton as kernels
 from labkit.kernels.flash_attention.hopper import forward, one_pass, two_passes
 from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
-from labkit.kernels.flash_attention.tiles import TILES, AttentionConfig, TileConfig
+from labkit.kernels.flash_attention.tiles import TILES, AttentionConfig
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.rms_norm import rms_norm
 
@@ -488,11 +488,3 @@ def test_the_hopper_kernels_load_with_the_installed_triton():
     tables = (forward.FORWARD, forward.FORWARD_SHORT, two_passes.DKDV, two_passes.DQ)
     for table in (*tables, hopper_tiles.TAILS):
         assert set(table) == set(tiles.GLUON_HEAD_DIMS)
-
-
-def test_the_limits_refuse_a_tile_that_is_too_large():
-    config = AttentionConfig(*[TileConfig(128, 128, 4, 2)] * 3)
-    options = {"precision": "tf32x3", "config": config, "only": ("forward",)}
-    ((compiled, log, _),) = compile_plan(90, 64, torch.float32, **options).values()
-    with pytest.raises(AssertionError):
-        check_limits(compiled, log, SPILL_LIMIT)

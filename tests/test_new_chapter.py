@@ -103,17 +103,11 @@ CELLS = [
 
 
 def write_notebook(path):
-    """Writes the toy's notebook; its parameters are those that every notebook has."""
+    """Writes the toy's notebook; its parameters are those of notebook 01."""
     example = nbformat.read(NOTEBOOKS / "01_benchmarking.ipynb", as_version=4)
     (parameters,) = [
         cell for cell in example.cells if "parameters" in cell.metadata.get("tags", [])
     ]
-    kept = [
-        line
-        for line in parameters.source.splitlines()
-        if line.split(" =")[0] not in ("sizes", "contexts")
-    ]
-    parameters.source = "\n".join(kept)
     cells = []
     for kind, source in CELLS:
         if kind == "session":
