@@ -51,23 +51,23 @@ def off_boundary(x):
 
 
 LONGEST_FIRST = (
-    "test_notebooks.py",
     "test_sweep.py",
-    "test_parallel.py",
-    "07_distributed.ipynb",
-    "test_distributed.py",
-    "test_flash_attention_notebook.py",
-    "test_attention_notebook.py",
-    "test_bench.py",
-    "test_page.py",
-    "test_flash_attention.py",
-    "test_nsys_analysis_notebook.py",
-    "test_benchmarking.py",
     "test_report.py",
-    "test_mixed_precision_notebook.py",
-    "test_memory_notebook.py",
-    "test_fused_kernels.py",
+    "test_flash_attention_notebook.py",
+    "07_distributed.ipynb",
+    "test_parallel.py",
+    "test_flash_attention.py",
+    "test_nsys_analysis.py",
+    "test_distributed.py",
     "test_siglip2.py",
+    "test_bench.py",
+    "test_benchmarking.py",
+    "test_fused_kernels.py",
+    "test_missing_records.py",
+    "test_new_chapter.py",
+    "test_notebooks.py",
+    "test_memory.py",
+    "test_transformer.py",
 )
 """Files of twenty seconds and more. One of them begun late would keep one core at work and leave
 the others idle.
@@ -201,9 +201,9 @@ def is_interpreted() -> bool:
     return fused.IS_INTERPRETED
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreted():
-    """Calls a function in a process whose kernels are interpreted."""
+    """Calls a function in a process whose kernels are interpreted, one for all files."""
     versions = [
         tuple(map(int, importlib.metadata.version(name).split(".")[:2]))
         for name in ("triton", "numpy")
