@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -148,7 +147,7 @@ def test_a_chapter_is_one_experiment_one_report_and_one_notebook(tmp_path):
         assert not os.listdir(temporary) and not holding(temporary.encode())
     assert not re.sub(PROGRESS, "", run.stderr, flags=re.MULTILINE).strip()
     (folder,) = (tmp_path / "out").iterdir()
-    assert f"Report: {Path('out', folder.name, 'report.md')}" in run.stdout
+    assert f"Report: {folder / 'report.md'}" in run.stdout
     assert "90 · Sorting" in (folder / "report.md").read_text(encoding="utf-8")
     executed = (folder / "90_sorting.ipynb").read_text(encoding="utf-8")
     assert "| 1000 |" in executed and (

@@ -27,8 +27,6 @@ def test_the_table_of_devices_is_that_of_the_folders():
         assert (REPOSITORY / target).exists()
 
 
-SBATCH = {"job-name", "gpus", "exclusive", "time", "requeue", "open-mode", "signal"}
-
 STUBS = {
     # Runs the script at once, as the job of its number.
     "sbatch": 'SLURM_JOB_ID=7 SLURM_JOB_PARTITION=gpus exec bash "$@"',
@@ -48,8 +46,6 @@ STUBS = {
 def test_a_slurm_job_queues_itself_again_and_goes_on_as_the_same_machine(tmp_path):
     script = tmp_path / "labkit.sh"
     script.write_text(block("#!/usr/bin/env bash\n#SBATCH"))
-    options = re.findall(r"^#SBATCH --([\w-]+)", script.read_text(), flags=re.MULTILINE)
-    assert set(options) == SBATCH
     for name, text in STUBS.items():
         stub = tmp_path / name
         stub.write_text(f"#!/usr/bin/env bash\n{text}\n")
