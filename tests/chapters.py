@@ -1,36 +1,17 @@
 """What the tests of several chapters share."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from labkit import device, notebooks
+from labkit import notebooks
 from labkit.device import Device, cpu_name, slugify
 from labkit.experiments.sweep import Case, Measured
 from labkit.records import HOST_SECTION, Record, RecordStore
 
 CPU = Device("cpu", "a processor", "cpu-a-processor")
 H200 = Device("cuda", "NVIDIA H200", "nvidia-h200")
-
-
-def on_a_cpu(monkeypatch, *, is_detected: bool = True) -> Iterator[None]:
-    """What runs meanwhile is measured on the CPU by one thread, and what it sets for the process is
-    set back.
-
-    One thread, since threads that wait for one another on a busy machine wait long.
-    """
-    if is_detected:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-        monkeypatch.setattr(device, "cpu_name", lambda: CPU.name)
-    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-    torch.set_float32_matmul_precision(precision)
 
 
 def in_section(found: list[Case], section: str) -> list[Case]:

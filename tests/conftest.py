@@ -51,23 +51,23 @@ def off_boundary(x):
 
 
 LONGEST_FIRST = (
-    "test_notebooks.py",
     "test_sweep.py",
-    "test_parallel.py",
-    "07_distributed.ipynb",
-    "test_distributed.py",
-    "test_flash_attention_notebook.py",
-    "test_attention_notebook.py",
-    "test_bench.py",
-    "test_page.py",
-    "test_flash_attention.py",
-    "test_nsys_analysis_notebook.py",
-    "test_benchmarking.py",
     "test_report.py",
-    "test_mixed_precision_notebook.py",
-    "test_memory_notebook.py",
-    "test_fused_kernels.py",
+    "test_flash_attention_notebook.py",
+    "07_distributed.ipynb",
+    "test_parallel.py",
+    "test_flash_attention.py",
+    "test_nsys_analysis.py",
+    "test_distributed.py",
     "test_siglip2.py",
+    "test_bench.py",
+    "test_benchmarking.py",
+    "test_fused_kernels.py",
+    "test_missing_records.py",
+    "test_new_chapter.py",
+    "test_notebooks.py",
+    "test_memory.py",
+    "test_transformer.py",
 )
 """Files of twenty seconds and more. One of them begun late would keep one core at work and leave
 the others idle.
@@ -192,12 +192,18 @@ def patch_the_language_once() -> None:
     interpreter._patch_lang = patch_once
 
 
-@pytest.fixture(scope="module")
-def interpreted(request):
-    """Calls a function of the requesting module in a process whose kernels are interpreted.
+def is_interpreted() -> bool:
+    import torch
 
-    The module's `is_interpreted` says, in that process, whether its kernels really are.
-    """
+    from labkit.kernels import fused
+
+    torch.set_num_threads(1)
+    return fused.IS_INTERPRETED
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Calls a function in a process whose kernels are interpreted, one for all files."""
     versions = [
         tuple(map(int, importlib.metadata.version(name).split(".")[:2]))
         for name in ("triton", "numpy")
@@ -212,9 +218,29 @@ def interpreted(request):
     ) as pool:
         try:
             # Started while the variable is set; the tests of this process never see it.
-            assert pool.submit(request.module.is_interpreted).result(timeout=120)
+            assert pool.submit(is_interpreted).result(timeout=120)
         finally:
             os.environ.pop("TRITON_INTERPRET")
             if before is not None:
                 os.environ["TRITON_INTERPRET"] = before
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=240)
+
+
+@pytest.fixture
+def on_a_cpu(request, monkeypatch):
+    """What runs meanwhile is measured on the CPU by one thread, and what it sets for the process is
+    set back; a test marked `gpu` keeps its device.
+
+    One thread, since threads that wait for one another on a busy machine wait long.
+    """
+    import torch
+
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+        monkeypatch.setattr("labkit.device.cpu_name", lambda: "a processor")
+    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+    torch.set_float32_matmul_precision(precision)

@@ -8,23 +8,15 @@ import random
 
 import pytest
 import torch
-import triton.language as tl
 from chapters import CPU
-from test_fused_kernels import not_interpreted
-from test_kernel_compilation import compile_source, spilled_bytes
-from triton.compiler import ASTSource
 
 from labkit.experiments.step import Step, step_parameters
-from labkit.kernels import adamw, fused
+from labkit.kernels import fused
 from labkit.kernels.adamw import FusedAdamW
 
 SHAPES = [(7,), (1500,), (33, 65), (), (0, 3), (2, 1024)]
 # Of fp32 arithmetic in another order, on values near 0.02 that change by up to 0.05.
 CLOSE = {"rtol": 1e-6, "atol": 5e-8}
-
-
-def is_interpreted() -> bool:
-    return fused.IS_INTERPRETED
 
 
 def drawn(dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -188,15 +180,3 @@ def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
     assert torch.equal(live.loss, autocast.loss)
     for p, q in zip(live.model.parameters(), autocast.model.parameters(), strict=True):
         torch.testing.assert_close(live.optimizer.state[p].get("master", p), q, **CLOSE)
-
-
-@not_interpreted
-def test_the_kernel_compiles_without_spilling(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = adamw.adamw_kernel
-    fixed = {"DTYPE": tl.bfloat16}
-    signature = {name: "*fp32" if name.endswith("_ptr") else "fp32" for name in kernel.arg_names}
-    signature |= {"addresses_ptr": "*i64", "blocks_ptr": "*i32", "spans_ptr": "*i64"}
-    signature |= {"num_params": "i32", **dict.fromkeys(fixed, "constexpr")}
-    _, log = compile_source(ASTSource(kernel, signature, fixed), 90, {"num_warps": 4})
-    assert spilled_bytes(log) == 0

@@ -8,7 +8,7 @@ import functools
 import chapters
 import pytest
 import torch
-from chapters import CPU, on_a_cpu
+from chapters import CPU
 
 from labkit import accounting
 from labkit.experiments import attention as experiment
@@ -21,9 +21,7 @@ KINDS = {"eager": "eager", "sdpa_math": "math", "sdpa_flash": "fused"}
 """The closed form of `accounting` for what each implementation keeps."""
 
 
-@pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch):
-    yield from on_a_cpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 def parameters(impl="eager", precision="fp32", length=32, **changes) -> dict:

@@ -5,6 +5,7 @@ Shape suffixes as in labkit.kernels.attention: B batch, H heads, S length, D hea
 """
 
 import functools
+import itertools
 import sys
 
 import pytest
@@ -89,18 +90,17 @@ def test_every_implementation_is_the_same_function(impl, causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_every_implementation_of_the_gpu_is_the_same_function(impl, dtype):
-    reasons = []
-    for shape in SHAPES:
-        for causal in (False, True):
-            q, k, *_ = draw(shape, dtype, "cuda")
-            if reason := unavailable_reason(impl, q, k, causal=causal):
-                reasons.append(reason)
-            elif not is_refused(impl, shape, causal):
-                check_errors(impl, shape, dtype, causal, "cuda")
-    if len(reasons) == 2 * len(SHAPES):
+def test_every_implementation_of_the_gpu_is_the_same_function(impl):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    cases, reasons = [*itertools.product(SHAPES, dtypes, (False, True))], []
+    for shape, dtype, causal in cases:
+        q, k, *_ = draw(shape, dtype, "cuda")
+        if reason := unavailable_reason(impl, q, k, causal=causal):
+            reasons.append(reason)
+        elif not is_refused(impl, shape, causal):
+            check_errors(impl, shape, dtype, causal, "cuda")
+    if len(reasons) == len(cases):
         pytest.skip(reasons[0])
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from test_flash_attention import (
     cumulative,
-    is_interpreted,  # noqa: F401 - what the fixture `interpreted` asks
     one_by_one,
     poisoned_outputs,
     runs_interpreted,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import chapters
 import pytest
 import torch
-from chapters import CPU, in_section, on_a_cpu
+from chapters import CPU, in_section
 
 from labkit import accounting
 from labkit.configs import PHASES, model_config
@@ -28,10 +28,9 @@ measure = partial(chapters.measure, run_case)
 
 
 @pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch):
+def this_device_is_a_cpu(monkeypatch, on_a_cpu):
     smoke = replace(benchmarking.BENCHMARKING["smoke"], time_limit_s=0.02)
     monkeypatch.setitem(benchmarking.BENCHMARKING, "smoke", smoke)
-    yield from on_a_cpu(monkeypatch)
 
 
 def parameters(precision="fp32", compile="none") -> dict:

@@ -9,7 +9,7 @@ from functools import partial
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, on_a_cpu
+from chapters import CPU
 from typer.testing import CliRunner
 
 from labkit import cli
@@ -25,9 +25,8 @@ SHAPE = ("nano", "16", "fp32", "eager")
 
 
 @pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch):
+def this_device_is_a_cpu(monkeypatch, on_a_cpu):
     monkeypatch.setattr(captured_step, "freeze_modules", lambda: None)
-    yield from on_a_cpu(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from functools import partial
 import chapters
 import pytest
 import torch
-from chapters import in_section, on_a_cpu
+from chapters import in_section
 
 from labkit.experiments import benchmarking, ceilings, sections
 from labkit.experiments.benchmarking import cases, run_case
@@ -18,10 +18,9 @@ measure = partial(chapters.measure, run_case)
 
 
 @pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch):
+def this_device_is_a_cpu(monkeypatch, on_a_cpu):
     smoke = replace(benchmarking.BENCHMARKING["smoke"], time_limit_s=0.02)
     monkeypatch.setitem(benchmarking.BENCHMARKING, "smoke", smoke)
-    yield from on_a_cpu(monkeypatch)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from chapters import CPU, in_section, on_a_cpu
+from chapters import CPU, in_section
 
 from labkit.configs import PASSES
 from labkit.device import Device
@@ -66,12 +66,7 @@ def test_the_oracle_in_blocks_is_the_formula(monkeypatch, causal):
         assert (value - exact).abs().max() <= 1e-13
 
 
-@pytest.fixture
-def this_device_is_a_cpu(monkeypatch):
-    yield from on_a_cpu(monkeypatch)
-
-
-on_cpu = pytest.mark.usefixtures("this_device_is_a_cpu")
+on_cpu = pytest.mark.usefixtures("on_a_cpu")
 SHAPE = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, "precision": "fp32"}
 
 
@@ -252,10 +247,6 @@ def test_each_operation_is_held_to_its_formula(operation):
 
 
 # ---- notebook 06's other sections ----------------------------------------------------------------
-
-
-def is_interpreted() -> bool:
-    return flash_attention.labkit_flash.IS_INTERPRETED
 
 
 def measure_here(case: Case) -> dict[str, dict]:

@@ -1,7 +1,7 @@
 """The model as a course writes it: the same results as ours, recorded apart."""
 
 import pytest
-from chapters import CPU, in_section, measure, on_a_cpu
+from chapters import CPU, in_section, measure
 
 from labkit.experiments import attention, benchmarking, memory, nsys_analysis
 from labkit.experiments.step import Step, course_parameters
@@ -18,9 +18,8 @@ EXPERIMENTS = {
 
 
 @pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch):
+def this_device_is_a_cpu(monkeypatch, on_a_cpu):
     monkeypatch.setattr(nsys_analysis, "freeze_modules", lambda: None)
-    yield from on_a_cpu(monkeypatch)
 
 
 def test_the_model_trains_as_the_eager_one_from_the_same_parameters():

@@ -2,7 +2,6 @@
 is recorded.
 """
 
-import functools
 import json
 import os
 import platform
@@ -185,25 +184,21 @@ class StubNvml(types.ModuleType):
     def __init__(self, pids=(), refused=()):
         super().__init__("pynvml")
         processes = [types.SimpleNamespace(pid=pid) for pid in pids]
-        answers = {
-            "nvmlInit": None,
-            "nvmlShutdown": None,
+        self.refused = ("nvmlDeviceGetNvLinkState", *refused)
+        self.answers = {
             "nvmlSystemGetDriverVersion": "580.1",
-            "nvmlDeviceGetHandleByUUID": "handle",
-            "nvmlDeviceGetHandleByIndex": "handle",
             "nvmlDeviceGetComputeRunningProcesses": processes,
             "nvmlDeviceGetMaxClockInfo": 1980,
             "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-            "nvmlDeviceGetNvLinkState": 1,
         }
-        for name, answer in answers.items():
-            setattr(self, name, functools.partial(self.answer, answer, name in refused))
-        self.nvmlDeviceGetNvLinkState = functools.partial(self.answer, 0, True)
 
-    def answer(self, value, is_refused, *_):
-        if is_refused:
-            raise self.NVMLError
-        return value
+    def __getattr__(self, name):
+        def answer(*_):
+            if name in self.refused:
+                raise self.NVMLError
+            return self.answers.get(name)
+
+        return answer
 
 
 def stub_gpu(monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140, nvml=None):

@@ -33,12 +33,9 @@ from labkit.kernels.flash_attention import (
     flash_attention,
     op,
     resolve_impl,
-    splits,
     tiles,
 )
-from labkit.kernels.flash_attention import op as operations
 from labkit.kernels.flash_attention import plan as plans
-from labkit.kernels.flash_attention import triton as triton_kernels
 from labkit.kernels.flash_attention.hopper import forward, one_pass
 from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 from labkit.kernels.flash_attention.tiled import (
@@ -269,14 +266,9 @@ def measure(case: Case, impl: str, device: str = "cpu") -> dict[str, tuple[float
     return measured
 
 
-def check(measured: dict[str, tuple[float, float]]) -> None:
+def check(measured: dict[str, tuple[float, float]], *where: str) -> None:
     over = {name: pair for name, pair in measured.items() if not pair[0] <= pair[1]}
-    assert not over, f"(error, budget) over budget: {over}"
-
-
-def is_interpreted() -> bool:
-    torch.set_num_threads(1)
-    return type(triton_kernels.flash_attention_fwd_kernel).__name__ == "InterpretedFunction"
+    assert not over, f"{where} (error, budget) over budget: {over}"
 
 
 def runs_interpreted(test):
@@ -453,32 +445,6 @@ def cumulative(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    ("causal", "window"), [(False, None), (True, (6, -1)), *more((True, None), (False, (3, 4)))]
-)
-@pytest.mark.parametrize("impl", FUNCTIONS)
-@runs_interpreted
-def test_a_packed_batch_is_its_sequences_one_by_one(impl, causal, window):
-    """Forward and backward, within the fp32 budget."""
-    generator = torch.Generator().manual_seed(0)
-    cu_q, cu_k = cumulative(LENGTHS_Q), cumulative(LENGTHS_K)
-    q = torch.randn((sum(LENGTHS_Q), 4, 24), generator=generator).requires_grad_()
-    k, v = (
-        torch.randn((sum(LENGTHS_K), 2, 24), generator=generator).requires_grad_() for _ in range(2)
-    )
-    with poisoned_outputs():
-        out = flash_attention(
-            q, k, v, causal=causal, window=window, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, impl=impl
-        )
-    grad_out = torch.randn(out.shape, generator=generator)
-    grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    expected = one_by_one(
-        torch.float64, (q, k, v, grad_out), cu_q, cu_k, causal=causal, window=window
-    )
-    for x, y in zip((out, *grads), expected, strict=True):
-        assert (x - y).abs().max().item() <= 1e-5 * max(1.0, y.abs().max().item())
-
-
 def one_by_one(
     dtype: torch.dtype, tensors: tuple, cu_q: Tensor, cu_k: Tensor, **mask
 ) -> list[Tensor]:
@@ -499,26 +465,47 @@ def one_by_one(
     return [out, *torch.autograd.grad(out, packed, grad_out)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("causal", BOTH)
-@pytest.mark.parametrize("dim", [64, 72, 128])
-def test_a_packed_batch_of_long_sequences_is_within_the_budget(dtype, causal, dim):
-    lengths = (700, 1, 64, 256, 33, 1500)
-    cu_seqlens = cumulative(lengths).cuda()
-    tensors = [torch.randn((sum(lengths), 2, dim), device="cuda").to(dtype) for _ in range(4)]
-    *inputs, grad_out = (x.requires_grad_() for x in tensors)
-    packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+def check_packed(
+    lengths_q, lengths_k, heads, head_dim, dtype, *, device="cpu", kernels=None, **mask
+) -> None:
+    """Asserts that a packed batch is its sequences one by one, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    of_queries, of_keys = (sum(lengths_q), heads[0], head_dim), (sum(lengths_k), heads[1], head_dim)
+    *inputs, grad_out = tensors = [
+        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        for shape in (of_queries, of_keys, of_keys, of_queries)
+    ]
+    cu_seqlens = [cumulative(lengths).to(device) for lengths in (lengths_q, lengths_k)]
+    packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
     with poisoned_outputs():
-        out = flash_attention(*inputs, causal=causal, **packing)
+        out = flash_attention(*inputs, **packing, **mask, **(kernels or {}))
     found = (out, *torch.autograd.grad(out, inputs, grad_out))
     exact, eager = (
-        one_by_one(each, tensors, cu_seqlens, cu_seqlens, causal=causal)
-        for each in (torch.float64, dtype)
+        one_by_one(each, tensors, *cu_seqlens, **mask) for each in (torch.float64, dtype)
     )
     for name, *values in zip(("out", "dq", "dk", "dv"), found, exact, eager, strict=True):
         value, *expected = (x.detach().transpose(0, 1).double() for x in values)
-        judge(name, value, *expected, dtype=dtype, num_terms=max(lengths))
+        judge(name, value, *expected, dtype=dtype, num_terms=max(*lengths_q, *lengths_k))
+
+
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, (6, -1)), *more((True, None), (False, (3, 4)))]
+)
+@pytest.mark.parametrize("impl", FUNCTIONS)
+@runs_interpreted
+def test_a_packed_batch_is_its_sequences_one_by_one(impl, causal, window):
+    mask = {"causal": causal, "window": window}
+    kernels = {"impl": impl, "precision": "bf16x6" if causal else "auto"}
+    check_packed(LENGTHS_Q, LENGTHS_K, (2, 1), 24, torch.float32, kernels=kernels, **mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_a_packed_batch_of_long_sequences_is_within_the_budget(head_dim):
+    lengths = (700, 1, 64, 256, 33, 1500)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for dtype, causal in itertools.product(dtypes, BOTH):
+        check_packed(lengths, lengths, (2, 2), head_dim, dtype, device="cuda", causal=causal)
 
 
 @pytest.mark.parametrize("impl", FUNCTIONS)
@@ -528,6 +515,8 @@ def test_the_operators_pass_opcheck(impl, interpreted):
 
 def check_operators(impl: str) -> None:
     options = (0.3, -1, 0, "ieee", impl)
+    # How an operator is registered does not depend on its implementation, which is an argument.
+    checks = {"test_utils": ("test_schema", "test_faketensor")} if impl == "triton" else {}
     dense = draw(Case((2, 2, 1, 18, 21, 8), layout="transposed"), "cpu")[:3]
     packed = [x[0].transpose(0, 1) for x in dense]
     lengths = cumulative((10, 8)), cumulative((9, 12))
@@ -536,34 +525,10 @@ def check_operators(impl: str) -> None:
         inputs = (*(x.detach() for x in tensors), *cu_seqlens)
         out, lse = forward(*inputs, *options, None, None)
         saved = (torch.ones_like(out), *inputs, out, lse)
-        torch.library.opcheck(backward.default, (*saved, *options))
+        torch.library.opcheck(backward.default, (*saved, *options), **checks)
         leaves = [x.detach().requires_grad_() for x in tensors]
         arguments = (*leaves, *cu_seqlens, *options, None, 12)
-        torch.library.opcheck(forward.default, arguments, atol=1e-5, rtol=1e-5)
-
-
-def test_tiles_are_those_of_the_tensors_of_a_call():
-    launched = []
-
-    class Kernel:
-        arg_names = ("x", "x_tail", "y", "y_tail", "length", "BLOCK")
-
-        def __getitem__(self, grid):
-            return lambda *arguments, **_: launched.append(arguments)
-
-    x, y, other = (torch.zeros((1, 2, 70, 72), dtype=torch.float16) for _ in range(3))
-    described = [hopper_tiles.tiles_of(plans.layout_of(z), 64, 16) for z in (x, y)]
-    run = hopper_tiles.TileLaunch(Kernel(), (5,), described, (70,), {"BLOCK": 64}, consumers=2)
-    run((x, y))
-    run((y, other))
-    assert [
-        [tiles.base is z for tiles, z in zip(launch, order, strict=False)]
-        for launch, order in zip(launched, [(x, x, y, y), (y, y, other, other)], strict=True)
-    ] == [[True] * 4] * 2
-    assert [list(tiles.block_shape) for tiles in launched[0][:2]] == [
-        [1, 1, 64, 64],
-        [1, 1, 64, 16],
-    ]
+        torch.library.opcheck(forward.default, arguments, **checks, atol=1e-5, rtol=1e-5)
 
 
 def test_tensor_maps_are_kept_by_the_addresses_of_a_call():
@@ -612,7 +577,7 @@ def test_tensors_may_come_back_from_hooks_with_another_layout(impl):
 
 def forget_plans() -> None:
     plans._plan_of.cache_clear()
-    operations._PLANS.clear()
+    op._PLANS.clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -681,47 +646,14 @@ def test_every_work_tile_is_taken_once_in_order(heads, tiles, section, run, monk
     assert sorted(taken, key=lambda x: x[0]) == list(itertools.product(range(heads), range(tiles)))
 
 
-def test_kernels_that_do_not_load_are_logged(monkeypatch, caplog):
-    def missing(part):
-        raise AttributeError("create_async_tma_reduce")
-
-    monkeypatch.setattr(tiles, "hopper_kernels", missing)
-    # The undecorated function: what the installed Triton gives stays in the cache.
-    reason = tiles.not_loading.__wrapped__()
-    assert "AttributeError: create_async_tma_reduce" in reason and reason in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("num_work_tiles", "num_tiles", "programs", "fewest", "most"),
-    [
-        # Causal, one head, on an H200: the numbers of splits that ran within 10 % of the fastest.
-        (128, 256, 264, 2, 8),  # 16,384 × 64, bf16
-        (8, 16, 132, 6, 16),  # 1,024 × 64, fp32
-        (128, 256, 132, 2, 8),  # 16,384 × 64, fp32
-        # So little work that the second kernel takes longer to launch than the splits gain.
-        (16, 8, 528, 1, 1),
-        # Every multiprocessor has work: nothing to gain.
-        (4096, 64, 264, 1, 1),
-    ],
-)
-def test_keys_are_split_where_splitting_was_seen_to_pay(
-    num_work_tiles, num_tiles, programs, fewest, most
-):
-    found = splits.num_splits_of(num_work_tiles, num_tiles, programs, causal=True)
-    assert fewest <= found <= most
-
-
 def test_every_head_dimension_is_cut_into_tiles_that_hold_it():
     for head_dim in range(1, 257):
         block, tail = split_head_dim(head_dim)
-        assert block + tail >= head_dim and block >= 16 and (tail == 0 or 16 <= tail < block)
-        assert block & (block - 1) == 0 and tail & (tail - 1) == 0
         # Never more than the next power of two.
-        assert block + tail <= max(16, 2 ** math.ceil(math.log2(head_dim)))
+        assert head_dim <= block + tail <= max(16, 2 ** math.ceil(math.log2(head_dim)))
         for capability, packed in itertools.product((80, 90), BOTH):
             shipped = tiles.select_tiles(head_dim, torch.bfloat16, capability, packed=packed)
             assert shipped.forward.block_q <= STATISTICS_PADDING
-    assert [sum(split_head_dim(head_dim)) for head_dim in (64, 72, 96)] == [64, 80, 96]
 
 
 def room(shape: tuple[int, int, int, int], transposed: bool) -> Tensor:
@@ -767,35 +699,6 @@ def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
     torch.testing.assert_close(grad_q, expected, rtol=0, atol=0)
 
 
-VIEWS = {
-    "heads inside, grouped": ((2, 5, 4, 33), (2, 9, 2, 33), lambda x: x.transpose(1, 2)),
-    "columns of a packed batch": ((7, 2, 80), (11, 2, 80), lambda x: x[:, :, 3:]),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-@runs_interpreted
-def test_slices_are_the_whole(view):
-    """Of 8 bits each, to the bit."""
-    query_shape, key_shape, viewed = VIEWS[view]
-    packed = len(query_shape) == 3
-    seed = torch.Generator().manual_seed(0)
-    tensors = []
-    for shape in (query_shape, key_shape, key_shape, query_shape):
-        powers = torch.exp2(torch.randint(-40, 40, shape, generator=seed).float())
-        tensors.append(viewed(torch.randn(shape, generator=seed) * powers))
-    layouts = tuple(plans.layout_of(x).as_4d(packed) for x in tensors)
-    layouts, cut = plans.slices_of(layouts, packed)
-    with poisoned_outputs():
-        slices = cut(*tensors)
-    for x, room, layout in zip(tensors, slices, layouts, strict=True):
-        rows = room.as_strided((*layout.shape[:3], layout.strides[2]), layout.strides)
-        rows = rows.unflatten(-1, (3, -1))[..., : x.shape[-1]]
-        assert torch.equal(rows.bfloat16().float(), rows), "a slice does not fit in bf16"
-        whole = x.transpose(0, 1).unsqueeze(0) if packed else x
-        assert torch.equal(rows.double().sum(-2), whole.double())
-
-
 @pytest.mark.parametrize("impl", FUNCTIONS)
 @runs_interpreted
 def test_it_compiles_into_a_full_graph(impl):
@@ -831,12 +734,10 @@ def test_under_autocast_it_runs_in_the_autocast_dtype():
 
 
 def test_a_window_as_a_number_reaches_to_both_sides():
-    q, k, v = (torch.randn(1, 20, 4) for _ in range(3))
-    assert torch.equal(flash_attention(q, k, v, window=3), flash_attention(q, k, v, window=(3, 3)))
-    assert torch.equal(
-        flash_attention(q, k, v, window=3, causal=True),
-        flash_attention(q, k, v, window=(3, 0), causal=False),
-    )
+    x = torch.randn(1, 20, 4)
+    both, before = (flash_attention(x, x, x, window=(3, right)) for right in (3, 0))
+    assert torch.equal(flash_attention(x, x, x, window=3), both)
+    assert torch.equal(flash_attention(x, x, x, window=3, causal=True), before)
 
 
 def test_the_output_keeps_heads_inside_the_rows_where_the_queries_have_them_so():
@@ -874,7 +775,6 @@ BAD_TYPES = {
     "scale must be None or a positive finite number; got Tensor": lambda: call(
         scale=torch.ones(())
     ),
-    "cu_seqlens_q must be an int32 or int64 tensor; got list": lambda: call_packed([0, 10]),
     "cu_seqlens_q must be an int32 or int64 tensor; got ": lambda: call_packed(
         cu(0, 10, dtype=torch.float32)
     ),
@@ -882,15 +782,12 @@ BAD_TYPES = {
 }
 BAD_VALUES = {
     "q must be (batch, length, d) or": lambda: call(shape=(6, 8)),
-    "k must have as many dimensions as q, 4": lambda: call(k=zeros(4, 6, 8)),
     "q must be of dtype torch.float32": lambda: call(q=zeros(*Q, dtype=int)),
     "v must have the dtype of q, torch.float32; got torch.float16": lambda: call(
         v=zeros(*Q).half()
     ),
     "k must be on the device of q, cpu; got meta": lambda: call(k=zeros(*Q, device="meta")),
-    "k must have the head dimension of q, 8; got 9": lambda: call(k=zeros(2, 4, 6, 9)),
     "head dimension of q must be 1 to 256; got 257": lambda: call(shape=(1, 1, 2, 257)),
-    "v must have the shape of k": lambda: call(v=zeros(2, 4, 7, 8)),
     "k must have the batch size of q, 2": lambda: call(k=zeros(3, 4, 6, 8), v=zeros(3, 4, 6, 8)),
     "heads of k must divide those of q, 4": lambda: call(k=zeros(2, 3, 6, 8), v=zeros(2, 3, 6, 8)),
     "q must hold at least one batch": lambda: call(shape=(0, 4, 6, 8)),
@@ -900,14 +797,11 @@ BAD_VALUES = {
     ),
     "impl must be one of auto, gluon, triton, tiled; got 'cuda'": lambda: call(impl="cuda"),
     "impl='triton' takes q, k and v on a CUDA device; got cpu": lambda: call(impl="triton"),
-    "impl='gluon' takes q, k and v of dtype torch.bfloat16": lambda: call(impl="gluon"),
     "takes head dimensions 64, 72, 80, 96, 128; got 8": lambda: call_gluon(8),
     "on a Hopper GPU (compute capability 9.0); got cpu": call_gluon,
-    "impl='gluon' takes no window": lambda: call_gluon(window=2),
     "precision must be one of auto, ieee, tf32x3, bf16x6, tf32; got": lambda: call(
         precision="tf64"
     ),
-    "max_seqlen_q must be None without cu_seqlens_q": lambda: call(max_seqlen_q=6),
     "cu_seqlens_q must be given too": lambda: call(shape=PACKED, cu_seqlens_k=cu(0, 10)),
     "q must be (total, heads, d)": lambda: call(cu_seqlens_q=cu(0, 2), cu_seqlens_k=cu(0, 2)),
     "cu_seqlens_q must be of shape": lambda: call_packed(cu(0)),
@@ -917,7 +811,6 @@ BAD_VALUES = {
     "cu_seqlens_k must have the shape of": lambda: call_packed(cu(0, 10), cu(0, 5, 10)),
     "max_seqlen_q must be at least": lambda: call_packed(cu(0, 7, 10), max_seqlen_q=6),
     "on a CUDA device; got cpu": lambda: FlashAttention.apply(*[zeros(2, 6, 8)] * 3),
-    "must be 1 to 256": lambda: FlashAttention.apply(*[zeros(2, 6, 300)] * 3),
     "q must be (batch, n_queries, d)": lambda: TiledFlashAttention.apply(
         *[zeros(2, 6, 8)] * 2, zeros(2, 5, 8)
     ),
@@ -951,16 +844,16 @@ LONG_CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("case", LONG_CASES, ids=str)
-def test_compiled_kernels_are_within_the_budget(case, dtype):
-    check(measure(dataclasses.replace(case, dtype=dtype), "triton", "cuda"))
+def test_compiled_kernels_are_within_the_budget(case):
+    for dtype in ("float32", "float16", "bfloat16"):
+        check(measure(dataclasses.replace(case, dtype=dtype), "triton", "cuda"), dtype)
 
 
 on_hopper = pytest.mark.gpu(capability=(9, 0))
 
 
-LENGTHS = ((1, 1), (65, 65), (128, 384), (300, 127), (127, 300), (640, 64))
+LENGTHS = ((1, 1), (128, 384), (640, 64))  # others are drawn at random below
 HOPPER_CASES = [
     *(
         Case((2, 2, 2, *lengths, dim), causal=causal)
@@ -996,12 +889,11 @@ def with_backwards(case: Case) -> list[Case]:
 
 
 @on_hopper
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "case", [x for case in HOPPER_CASES for x in with_backwards(case)], ids=str
-)
-def test_hopper_kernels_are_within_the_budget(case, dtype):
-    check(measure(dataclasses.replace(case, dtype=dtype), "gluon", "cuda"))
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper_kernels_are_within_the_budget(case):
+    for one, dtype in itertools.product(with_backwards(case), ("float16", "bfloat16")):
+        asked = dataclasses.replace(one, dtype=dtype)
+        check(measure(asked, "gluon", "cuda"), one.kernels, dtype)
 
 
 @on_hopper

@@ -23,9 +23,6 @@ def test_ours_is_what_auto_runs_and_others_have_their_names():
     assert found["impl"].tolist() == ["ours", "ours (Triton)", "FlashAttention-3"]
     assert found["direction"].tolist() == ["forward", "forward", "backward"]
     assert found["shape"].tolist()[1:] == ["1×1×65536×64 causal", "1×2×65536×64 causal"]
-    forward, _ = report.rates(pd.DataFrame(rows)).axes
-    assert (forward.get_title(), len(forward.get_yticks())) == ("forward", 2)
-    assert forward.collections[0].get_offsets()[:, 0].tolist() == [40.0]
 
 
 def test_ours_in_memory_is_what_auto_ran_at_the_next_shorter_length():

@@ -17,8 +17,6 @@ from kernel_operations import OPERATIONS, draw, outputs_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.kernels import fused
-
 REFUSED = re.compile(
     "has no second derivative"
     "|must override the setup_context staticmethod"  # PyTorch's line about torch.func
@@ -28,10 +26,6 @@ DTYPES = {"kernel": torch.float32, "plain": torch.float64}
 # Operations made of others that are tested alone.
 SLOW = ("gelu_mlp of a norm", "layer_norm of a sum", "rms_norm of a sum")
 QUICK_KERNELS = [name for name in OPERATIONS if ALL_TESTS or name not in SLOW]
-
-
-def is_interpreted() -> bool:
-    return fused.IS_INTERPRETED
 
 
 class Looking(TorchDispatchMode):

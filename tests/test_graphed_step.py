@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from chapters import CPU, on_a_cpu
+from chapters import CPU
 
 from labkit.device import detect
 from labkit.experiments.step import Step, capture_step, compared, step_parameters, trained
 from labkit.measure.timing import captured_once
 
-
-@pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch, request):
-    yield from on_a_cpu(monkeypatch, is_detected="gpu" not in request.keywords)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])

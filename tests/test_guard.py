@@ -30,17 +30,6 @@ def temporary(tmp_path, monkeypatch):
         yield Path(folder)
 
 
-def test_the_folder_and_what_was_started_in_it_go_with_the_block(temporary):
-    with guard.guarded_folder() as (folder, process):
-        assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
-        (folder / "deep").mkdir()
-        (folder / "deep" / "file").touch()
-        environment = {**os.environ, "HERE": str(folder)}
-        child = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
-    assert child.wait(5) == -signal.SIGKILL
-    assert process.poll() is not None and not list(temporary.iterdir())
-
-
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_guard_that_is_stopped_or_killed_is_replaced_by_its_parent(
     temporary, monkeypatch, number
@@ -79,39 +68,24 @@ def test_signals_to_all_processes_leave_the_guard_to_its_work(temporary):
 
 
 KERNEL = """
-import multiprocessing.forkserver, os
+import multiprocessing.forkserver, os, time
 multiprocessing.forkserver.set_forkserver_preload(["torch"])
 multiprocessing.forkserver.ensure_running()
 open(os.path.join(os.environ["TMPDIR"], "ready"), "w").write(str(os.getpid()))
+time.sleep(600)
 """
 
 
-@pytest.fixture
-def written(tmp_path):
-    """Writes a notebook of one cell and returns the program that executes it."""
-
-    def write(source: str) -> str:
-        cells = [nbformat.v4.new_code_cell("a = 1"), nbformat.v4.new_code_cell(source)]
-        cells[0].metadata["tags"] = ["parameters"]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "09_written.ipynb")
-        return (
-            f"import pathlib; from labkit import notebooks; notebooks.NOTEBOOKS = "
-            f"pathlib.Path({str(tmp_path)!r})\n"
-            "notebooks.execute('09_written', {})"
-        )
-
-    return write
-
-
-def test_a_notebook_leaves_no_temporary_file(temporary, written):
-    subprocess.run([sys.executable, "-c", written(KERNEL)], check=True, timeout=100)
-    assert not list(temporary.iterdir()) and not holding(bytes(temporary))
-
-
-def test_a_notebook_that_is_killed_leaves_nothing(temporary, written):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", written(KERNEL + "import time; time.sleep(600)")]
+def test_a_notebook_that_is_killed_leaves_nothing(temporary, tmp_path):
+    cells = [nbformat.v4.new_code_cell("a = 1"), nbformat.v4.new_code_cell(KERNEL)]
+    cells[0].metadata["tags"] = ["parameters"]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "09_written.ipynb")
+    code = (
+        "import pathlib; from labkit import notebooks\n"
+        f"notebooks.NOTEBOOKS = pathlib.Path({str(tmp_path)!r})\n"
+        "notebooks.execute('09_written', {})"
     )
+    parent = subprocess.Popen([sys.executable, "-c", code])
     assert is_true_within(60, lambda: list(temporary.glob("*/ready")))
     parent.kill()
     parent.wait()

@@ -9,7 +9,7 @@ import os
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, execute_smoke, finished, on_a_cpu
+from chapters import CPU, execute_smoke, finished
 
 from labkit.device import detect
 from labkit.experiments import nsys_analysis as experiment
@@ -22,10 +22,9 @@ CANARY = "a-canary-that-sings-in-no-file"
 
 
 @pytest.fixture(autouse=True)
-def this_device_is_a_cpu(request, monkeypatch):
+def this_device_is_a_cpu(monkeypatch, on_a_cpu):
     # A worker ends without looking back; this process does not.
     monkeypatch.setattr(experiment, "freeze_modules", lambda: None)
-    yield from on_a_cpu(monkeypatch, is_detected="gpu" not in request.keywords)
 
 
 def parameters(context=16, precision="fp32", attention="eager") -> dict:

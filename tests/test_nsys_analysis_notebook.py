@@ -21,15 +21,6 @@ def captured(precision="fp32", phase="train_step", *, matmul=900.0, copies=0.0, 
     classes += [("backward", "matmul", 2 * matmul)]
     core = f"{part}/block/attention/core"
     ranges = [(f"{core}/scores", "matmul", matmul), (f"{core}/softmax", "softmax", 100.0)]
-    timeline = {
-        "start_us": [0.0, 10.0, 30.0, 50.0],
-        "duration_us": [8.0, 8.0, 15.0, 5.0],
-        "kernel_class": [0, 1, 0, 2],
-        "phase": [1, 1, 2, 3],
-        "block": [0, 0, 0, -1],
-        "class_names": ["matmul", "softmax", "optimizer"],
-        "phase_names": ["inference", "forward", "backward", "optimizer"],
-    }
 
     def table(rows: list, *names: str) -> pd.DataFrame:
         return pd.DataFrame(rows, columns=[*names, "total_us"])
@@ -37,7 +28,6 @@ def captured(precision="fp32", phase="train_step", *, matmul=900.0, copies=0.0, 
     tables = {
         "classes": table(classes, "phase", "kernel_class"),
         "ranges": table([*ranges, (part, "matmul", 1.0)], "path", "kernel_class"),
-        "timeline": timeline,
     }
     row = {**CASE, "precision": precision, "phase": phase, "batch": 4, "status": "ok"}
     told = {"timer_method": "nsys", "disturbed": False, "observed": {"tables": tables}}
@@ -63,11 +53,3 @@ def test_softmax_and_products_move_their_fewest_bytes_in_their_time():
     assert row["softmax_gb_per_s"] == pytest.approx(8 * scores / 100e-6 / 1e9)
     assert row["matmul_gb_per_s"] == pytest.approx(2 * (2 + 4 * 80 / 512) * scores / 900e-6 / 1e9)
     assert row["total_ms"] == pytest.approx(1.0), "what is outside attention's core is not in it"
-
-
-def test_a_timeline_shows_every_phase_and_one_block_closer():
-    whole, closer = report.timeline(pd.DataFrame([captured()]), **CASE, **FP32).axes
-    labels = ["forward", "backward", "optimizer", "0", "0"]
-    assert [text.get_text() for text in whole.texts] == labels
-    drawn = [axis.get_legend_handles_labels()[1] for axis in (whole, closer)]
-    assert drawn == [["matmul", "softmax", "optimizer"], ["matmul", "softmax"]]

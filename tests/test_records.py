@@ -133,13 +133,6 @@ def failing(number: int):
     return fail
 
 
-def test_a_record_that_cannot_be_written_is_named(store, monkeypatch):
-    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
-    said = f"{store.path}: .*steps.*forward.* cannot be written .No space left on device"
-    with pytest.raises(RecordError, match=said):
-        store.append(make_record())
-
-
 HOLDER = """
 import sys
 from labkit.records import RecordStore

@@ -5,7 +5,6 @@ wrote.
 import contextlib
 import json
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from faulty_experiment import make_case, open_session
 from typer.testing import CliRunner
 
 from labkit import cli
-from labkit.configs import FIGURES, REFERENCE_DEVICE, SIZES
+from labkit.configs import REFERENCE_DEVICE, SIZES
 from labkit.device import detect
 from labkit.experiments import sweep
 
@@ -69,16 +68,8 @@ def test_a_gpu_is_measured_quickly_first_and_each_round_ends_with_a_report(
     assert rounds[1::2] == ["report"] * len(profiles)
 
 
-def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(rounds, tmp_path, monkeypatch):
-    result = labkit("run", "05", "08", "--dry-run", "-o", tmp_path)
-    assert result.exit_code == 0 and rounds == [] and not list(tmp_path.iterdir())
-    lines = result.output.splitlines()
-    words = r"smoke \w+: \d+ cases, about \d+\.\d minutes"
-    assert len(lines) == 3 and all(re.fullmatch(words, line) for line in lines[:2])
-    assert re.fullmatch(r"smoke: about \d+ minutes", lines[2])
-
-
-def test_a_dry_run_counts_each_case_once_and_what_will_not_fit(tmp_path, monkeypatch):
+def test_a_dry_run_counts_each_case_once_and_what_will_not_fit(rounds, tmp_path, monkeypatch):
+    """And does nothing."""
     claim_gpu(monkeypatch)
     monkeypatch.setattr("labkit.experiments.sections.memory_bytes", lambda _: 80e9)
     result = labkit("run", "01", "--dry-run", "-o", tmp_path)
@@ -90,6 +81,8 @@ def test_a_dry_run_counts_each_case_once_and_what_will_not_fit(tmp_path, monkeyp
     assert 0 < quick and whole - quick <= full < whole
     assert re.search(r"full: \d+ cases of 10b will not fit", result.output)
     assert not re.search(r"cases of small will not fit", result.output)
+    assert re.search(r"full \w+: \d+ cases, about \d+\.\d minutes", alone.output)
+    assert rounds == [] and not list(tmp_path.iterdir())
 
 
 def test_the_bar_counts_the_expected_seconds_of_all_sessions(tmp_path, monkeypatch, capsys):
@@ -132,13 +125,16 @@ def test_a_rehearsal_runs_what_compiles_and_drops_what_it_measured(tmp_path, mon
     monkeypatch.setattr(sweep, "num_usable_cores", lambda: 2)
     log = tmp_path / "log"
     plan = [
-        make_case("a", log, compiles=True),
+        make_case("a", log, "count_blocks", compiles=True),
         make_case("b", log, "exit", "second", compiles=True),
         make_case("c", log),
         make_case("d", log, "skip", "first", compiles=True),
     ]
-    session = open_session(tmp_path / "out", plan)
+    session, num_layers = open_session(tmp_path / "out", plan), SIZES["small"].num_layers
     sweep.rehearse([session])
+    # A rehearsed model has one block.
+    assert set((tmp_path / "blocks").read_text().split()) == {"1"}
+    assert SIZES["small"].num_layers == num_layers > 1
     rehearsed = steps_of(log)
     assert {name for name, _ in rehearsed} == {"a", "b", "d"}
     assert ("d", "third") in rehearsed  # after the phase that is skipped
@@ -151,42 +147,15 @@ def test_a_rehearsal_runs_what_compiles_and_drops_what_it_measured(tmp_path, mon
     assert steps_of(log) == rehearsed
 
 
-def test_a_rehearsed_model_has_one_block(tmp_path, monkeypatch):
-    blocks = tmp_path / "blocks"
-    monkeypatch.setattr(sweep, "num_usable_cores", lambda: 2)
-    log = tmp_path / "log"
-    plan = [make_case(name, log, "count_blocks", compiles=True) for name in ("a", "b")]
-    before = SIZES["small"].num_layers
-    sweep.rehearse([open_session(tmp_path / "out", plan)])
-    assert sorted(set(blocks.read_text().split())) == ["1"]
-    assert SIZES["small"].num_layers == before > 1
-
-
 def test_compare_shows_what_both_have_and_writes_it(tmp_path):
     shown = labkit("compare", REFERENCE_DEVICE, CPU, "--notebook", "01")
     assert shown.exit_code == 0, shown.output
     assert shown.output.startswith(f"# {CPU} beside {REFERENCE_DEVICE}\n")
-    turned = labkit("compare", CPU, "--baseline", REFERENCE_DEVICE, "--notebook", "01")
-    assert turned.output == shown.output
-    written = labkit("compare", REFERENCE_DEVICE, CPU, "--notebook", "01", "--to", tmp_path)
+    baseline = ("--baseline", REFERENCE_DEVICE, "--notebook", "01")
+    written = labkit("compare", CPU, *baseline, "--to", tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert {"compare.md", "compare.html", f"{CPU}.csv"} < names
     assert sorted(written.output.split()) == sorted(str(tmp_path / name) for name in names)
-
-
-def test_verify_ends_with_1_where_something_is_wrong(tmp_path):
-    folder = tmp_path / CPU
-    (folder / "records").mkdir(parents=True)
-    (folder / "tables").mkdir()
-    for part in ("records", "tables"):
-        for path in (FIGURES / CPU / part).glob("03_*"):
-            shutil.copy(path, folder / part)
-    shutil.copy(FIGURES / CPU / "environment.json", folder)
-    fine = labkit("verify", folder)
-    assert fine.exit_code == 0 and all(line[:4] == "ok  " for line in fine.output.splitlines())
-    (folder / "tables" / "03_steps.csv").unlink()
-    wrong = labkit("verify", folder)
-    assert wrong.exit_code == 1 and "no  tables: 03_steps.csv do not follow" in wrong.output
 
 
 def test_plan_says_whether_a_step_fits_and_how_long_it_takes():

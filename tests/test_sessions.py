@@ -121,19 +121,6 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(tmp_path):
     assert within in card.page({NOTEBOOK: chapter}, {})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((), "say what to compare: two devices, such as"),
-        (("--sessions", "--notebook", "99"), "99"),
-        (("--sessions", "no-such"), "nothing has been measured on 'no-such' in "),
-    ],
-)
-def test_what_cannot_be_compared_is_said(arguments, text):
-    result = compare(*arguments)
-    assert result.exit_code != 0 and text in str(result.exception)
-
-
 def test_the_reference_devices_sessions_agree():
     chapters = {
         path.stem: RecordStore(path).load()

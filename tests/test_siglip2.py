@@ -16,7 +16,6 @@ from kernel_operations import poisoned_memory
 from torch import Tensor
 
 from labkit.configs import SIGLIP2_SIZES
-from labkit.kernels import fused
 from labkit.models.siglip2 import IMPLS, Siglip2Encoder
 
 TINY = dataclasses.replace(SIGLIP2_SIZES["tiny"], d_model=48, d_ff=80)
@@ -29,11 +28,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def draw(*shape: int, seed: int = 1, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def is_interpreted() -> bool:
-    torch.set_num_threads(1)
-    return fused.IS_INTERPRETED
 
 
 def build(impl: str, dtype=torch.float32, config=TINY, **options) -> Siglip2Encoder:
@@ -161,14 +155,14 @@ def test_every_step_is_within_the_error_budget(impl, dtype):
 
 
 def test_interpreted_the_kernels_are_within_the_error_budget(interpreted):
-    interpreted(check_errors, "fused", torch.float32, "cpu", GRIDS[:4], 1)
+    interpreted(check_errors, "fused", torch.float32, "cpu", GRIDS[:3], 1)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_on_a_gpu_every_step_is_within_the_error_budget(impl, dtype):
-    check_errors(impl, dtype, "cuda")
+def test_on_a_gpu_every_step_is_within_the_error_budget(impl):
+    for dtype in DTYPES:
+        check_errors(impl, dtype, "cuda")
 
 
 def test_it_agrees_with_transformers():

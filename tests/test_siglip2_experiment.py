@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from chapters import CPU, in_section, measure, on_a_cpu
+from chapters import CPU, in_section, measure
 
 from labkit.configs import SIGLIP2_SIZES
 from labkit.experiments import siglip2
@@ -14,9 +14,7 @@ from labkit.experiments.sweep import Case
 TINY = {"size": "tiny", "workload": "B", "images": 2, "precision": "fp32"}
 
 
-@pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch):
-    yield from on_a_cpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 def test_both_workloads_have_as_many_patches():
