@@ -344,6 +344,7 @@ def even_section(num_heads: int, most: int) -> int:
     """Returns how many heads, at most so many, make a section: a small last one would leave
     programs idle.
     """
+    most = max(1, most)  # on a slice of a GPU with fewer programs than share a head
     return -(-num_heads // -(-num_heads // most))
 
 
