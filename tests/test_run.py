@@ -192,7 +192,7 @@ def test_plan_says_whether_a_step_fits_and_how_long_it_takes():
     assert result.exit_code == 0, result.output
     for words in (
         "does not fit",
-        "The cheapest way to fit",
+        "It fits with --recompute",
         "Device time",
         "ddp over 2",
         "at 3.00",
