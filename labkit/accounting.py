@@ -114,9 +114,9 @@ like the CPU.
 """
 
 
-COMPILED_KEEPS = 0.75
-"""Share of a block's activations that are left when it is compiled: what is cheap is computed
-again. Not derived: it puts the peaks of 17 recorded steps of five sizes within 6 %.
+COMPILED_KEEPS = 0.65
+"""Share of a block's activations that is left when it is compiled: what is cheap is computed again.
+Not derived: it puts the peaks of 17 recorded steps of five sizes within 4 %.
 """
 
 
@@ -135,11 +135,13 @@ class _Pass:
         attention: str = "eager",
         device_kind: str = "cpu",
         is_compiled: bool = False,
+        shards: int = 1,
     ):
         _check("precision", precision, ("fp32", "tf32", "bf16"))
         _check("attention", attention, ("eager", "fused"))
         _check("kind of device", device_kind, DEVICE_KINDS)
         self.config = config
+        self.shards = shards
         self.is_bf16 = precision == "bf16"
         self.is_fused = attention == "fused"
         self.is_cuda = device_kind == "cuda"
@@ -160,9 +162,12 @@ class _Pass:
         matrices = _block_matrix_parameters(config)
         tables = 2 * 4 * context * config.d_head
         self.cast_bytes = block_copies = attention_copies = self.head_copies = 0
+        # Shared out, matrices are gathered in 16 bits for one block at a time.
+        num_copies = 1 if self.is_bf16 and shards == 1 else 0
+        matrix_copies = num_copies * 2 * matrices
         if self.is_bf16:
-            self.cast_bytes = 2 * config.num_layers * matrices
-            block_copies = 2 * (5 * stream + matrices) + tables
+            self.cast_bytes = config.num_layers * matrix_copies
+            block_copies = 2 * 5 * stream + tables
             attention_copies = 2 * (3 * stream + 3 * d * d) + tables
             self.head_copies = 2 * (tokens + config.vocab_size) * d
         # Input, normalized output, reciprocal rms and, if matrices read it uncast, scaled output.
@@ -174,7 +179,8 @@ class _Pass:
         hidden = (4 if config.is_gated else 2) * config.d_ff
         widths = element * tokens * (2 * sum(config.attention_widths) + hidden)
         kept = 2 * norm + block_copies + widths + scores_bytes
-        self.block_bytes = round(COMPILED_KEEPS * kept) if is_compiled else kept
+        kept = round(COMPILED_KEEPS * kept) if is_compiled else kept
+        self.block_bytes = kept + matrix_copies
         # What a block keeps up to the scores: the norm, q, k and v, the copies they were made from.
         self.attention_part_bytes = norm + 3 * element * stream + attention_copies
         # Final norm, log-probabilities, loss and its count.
@@ -206,7 +212,8 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
 
     Args:
         known: precision ("fp32", the default, "tf32" or "bf16"), attention ("eager", the default,
-            or "fused"), device_kind (one of DEVICE_KINDS, by default "cpu") and is_compiled.
+            or "fused"), device_kind (one of DEVICE_KINDS, by default "cpu"), is_compiled and
+            shards, over how many ranks a gradient is shared out once it is made.
 
     Raises ValueError for another precision, attention or kind of device.
     """
@@ -321,7 +328,7 @@ def _train_step_moments(run: _Pass) -> dict[str, int]:
     f = run.config.d_ff
     # What every moment of a block has: the residual's gradient and those of the head and the final
     # norm.
-    gradients = 4 * (run.stream + run.config.vocab_size * d + d)
+    gradients = 4 * (run.stream + (run.config.vocab_size * d + d) // run.shards)
     # Probabilities, their gradient and the scores' gradient; on CUDA one product more. Autocast
     # casts to fp32 there.
     per_score = 16 if run.is_cuda else 3 * run.element
@@ -332,19 +339,20 @@ def _train_step_moments(run: _Pass) -> dict[str, int]:
         "feed-forward": run.block_bytes + 2 * run.element * f * run.tokens + 4 * d * f,
         "attention": run.attention_part_bytes + scratch + 4 * (3 * d * f + d + d * d),
     }
-    later_gradients = (run.config.num_layers - 1) * block_gradient_bytes(run.config)
+    later_blocks = run.config.num_layers - 1
+    later_gradients = later_blocks * block_gradient_bytes(run.config) // run.shards
     moments = {f"forward: {name}": most for name, most in _forward_moments(run).items()}
     moments["backward: loss"] = run.made_bytes + 2 * 4 * run.logits
     for block, others in (("last", run.earlier_bytes), ("first", later_gradients)):
         for part, part_bytes in parts.items():
             moments[f"backward: {part}, {block} block"] = others + part_bytes + gradients
-    moments["backward: embedding"] = _table_gradients(run.config) + 4 * run.stream
+    moments["backward: embedding"] = _all_gradients(run) + 4 * run.stream
     return moments
 
 
-def _table_gradients(config: ModelConfig) -> int:
+def _all_gradients(run: _Pass) -> int:
     """Returns bytes of all gradients; a tied table's two are both there before they are added."""
-    return parameter_bytes(replace(config, is_tied=False))
+    return parameter_bytes(replace(run.config, is_tied=False)) // run.shards
 
 
 def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
@@ -412,7 +420,7 @@ def checkpoint_moments(
         return peak_moments(config, batch, context, "train_step", **known)
     run = _Pass(config, batch, context, **known)
     stream = residual_stream_bytes(config, batch, context)
-    gradients = block_gradient_bytes(config)
+    gradients = block_gradient_bytes(config) // run.shards
     inputs = len(_group_sizes(config.num_layers, plan[0])) * stream
     moments = {
         "forward: attention, last block": inputs
@@ -420,7 +428,7 @@ def checkpoint_moments(
         + _attention_without_gradient(run),
         "forward: loss": inputs + run.cast_bytes + run.head_bytes + run.loss_bytes,
         "backward: loss": inputs + run.head_bytes + 2 * 4 * run.logits,
-        "backward: embedding": _table_gradients(config) + stream,
+        "backward: embedding": _all_gradients(run) + stream,
     }
     for size, num_later, num_inputs in _recomputed_groups(config.num_layers, plan):
         group = _Pass(replace(config, num_layers=size), batch, context, **known)

@@ -492,8 +492,9 @@ def plan(
     setting = report.Setting(
         config, batch, context, precision, attention, way, recompute, gpus, gpu_way
     )
-    roofs = report.roofs_of(device, output)
-    for line in report.lines(setting, roofs, price, output):
+    gpus = report.measured_gpus(output)
+    roofs = report.roofs_of(device, gpus)
+    for line in report.lines(setting, roofs, gpus, price):
         print(line)
 
 

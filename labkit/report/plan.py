@@ -8,7 +8,7 @@ records. How far it errs on records that it was not fitted to stands beside ever
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from labkit.configs import (
 )
 from labkit.device import Datasheet, datasheet, detect
 from labkit.records import measured_devices
-from labkit.report.chapter import Chapters, chapters_of
+from labkit.report.chapter import Chapter, Chapters
 from labkit.report.frame import ok_rows, select, usable
 from labkit.report.text import gib, number, percent
 
@@ -173,6 +173,7 @@ def memory(setting: Setting) -> dict[str, float]:
             attention=setting.attention,
             device_kind="cuda",
             is_compiled=setting.way != "eager",
+            shards=setting.num_gpus if setting.gpu_way == "fsdp" else 1,
         )
     except ValueError as error:
         raise RequestError(str(error)) from None
@@ -185,14 +186,16 @@ def memory(setting: Setting) -> dict[str, float]:
     lost = 3 * sum(number * _rounding(size) for size, number in matrices.items())
     share = {"ddp": 1, "zero1": 1, "fsdp": setting.num_gpus}[setting.gpu_way]
     optimizer_share = setting.num_gpus if setting.gpu_way != "ddp" else 1
+    # Gradients are sent from buckets, which DDP keeps beside them twice, as chapter 07 measures it.
+    num_buckets = {"ddp": 2, "zero1": 1, "fsdp": 0}[setting.gpu_way] if setting.num_gpus > 1 else 0
     if share > 1:
-        # Two blocks are gathered at a time; gradients are shared out as they are made.
-        blocks = 2 * accounting.block_gradient_bytes(config)
-        rest = max(blocks, rest - weights * (1 - 1 / share)) + blocks
+        # Two blocks, or the head and a block of its size, are gathered at a time.
+        rest += 2 * max(accounting.block_gradient_bytes(config), 4 * config.vocab_size * d)
     parts = {
         "weights": weights / share,
         "AdamW's moments": optimizer / optimizer_share,
         "gradients and activations": rest,
+        "buckets": num_buckets * weights,
         "libraries and allocator": lost + WORKSPACE_BYTES + MORE_WORKSPACE_BYTES,
     }
     return parts | {"in all": sum(parts.values())}
@@ -464,19 +467,31 @@ def errors(measured: Sequence[Sample], held_out: str, way: str = "eager") -> pd.
     return pd.DataFrame(rows, columns=["error", "measured_ms", "case"])
 
 
-def _measured_gpus(root: Path) -> Iterator[tuple[str, Chapters, Roofs]]:
-    """Yields the GPUs whose roofs are measured: slug, chapters, roofs."""
-    for device in measured_devices(root):
-        chapters = chapters_of(device, root)
+class Gpu(NamedTuple):
+    """A GPU whose roofs are measured: its slug, its chapters, its roofs."""
+
+    slug: str
+    chapters: Chapters
+    roofs: Roofs
+
+
+def measured_gpus(root: Path | None = None) -> list[Gpu]:
+    """Returns the GPUs of a folder of devices whose roofs are measured."""
+    found = []
+    for slug in measured_devices(root or FIGURES):
+        # Only what is read: a device's records take seconds.
+        chapters = {
+            name: Chapter(name, device=slug, output=str(root or ""))
+            for name in ("01_benchmarking", "02_nsys_analysis", "04_memory")
+        }
         roofs = measured_roofs(chapters)
         if roofs is not None and roofs.memory_bytes:
-            yield device, chapters, roofs
+            found.append(Gpu(slug, chapters, roofs))
+    return found
 
 
-def all_samples(root: Path | None = None) -> list[Sample]:
-    """Returns the samples of every measured GPU."""
-    gpus = _measured_gpus(root or FIGURES)
-    return [one for device, chapters, _ in gpus for one in samples(chapters, device)]
+def all_samples(gpus: Iterable[Gpu]) -> list[Sample]:
+    return [one for gpu in gpus for one in samples(gpu.chapters, gpu.slug)]
 
 
 def of_way(measured: Iterable[Sample], way: str) -> list[Sample]:
@@ -486,13 +501,13 @@ def of_way(measured: Iterable[Sample], way: str) -> list[Sample]:
 # ---- devices, and what is printed ----------------------------------------------------------------
 
 
-def roofs_of(device: str, root: Path | None = None) -> Roofs:
+def roofs_of(device: str, gpus: Iterable[Gpu]) -> Roofs:
     """Returns the measured roofs of a slug, of "this" or of a GPU's name, else those of a datasheet
     times the share that the measured GPUs reach of theirs.
 
     Raises RequestError for a device that was not measured and has no datasheet.
     """
-    measured = {slug: roofs for slug, _, roofs in _measured_gpus(root or FIGURES)}
+    measured = {gpu.slug: gpu.roofs for gpu in gpus}
     name = device
     if device == THIS_DEVICE:
         found = detect()
@@ -538,23 +553,22 @@ def _of_datasheet(sheet: Datasheet, measured: Mapping[str, Roofs]) -> Roofs:
     return Roofs(flops, copy, sheet.memory_gb * 1e9, source)
 
 
-def lines(setting: Setting, roofs: Roofs, price: float = 0, root: Path | None = None) -> list[str]:
+def lines(setting: Setting, roofs: Roofs, gpus: Sequence[Gpu], price: float = 0) -> list[str]:
     """Returns what `labkit plan` prints, a line a statement.
 
     Args:
-        price: of an hour of one device, for the cost of a million tokens; root: the folder of all
-            devices, whose records time is fitted to.
+        gpus: to whose records time is fitted; price: of an hour of one device, for the cost of a
+            million tokens.
     """
     config = setting.config
     millions = number(accounting.num_parameters(config) / 1e6)
     limit = roofs.memory_bytes or math.inf
-    gpus = {slug: chapters for slug, chapters, _ in _measured_gpus(root or FIGURES)}
-    took = pd.concat([memory_errors(chapters) for chapters in gpus.values()] or [pd.DataFrame()])
+    took = pd.concat([memory_errors(gpu.chapters) for gpu in gpus] or [memory_errors({})])
     return [
         f"Model: {config.name}, {millions} million parameters.",
         *_memory_lines(setting, limit),
-        *_error_line("memory", took[took["way"] == setting.way] if len(took) else took),
-        *_time_lines(setting, roofs, price, all_samples(root)),
+        *_error_line("memory", took[took["way"] == setting.way]),
+        *_time_lines(setting, roofs, price, all_samples(gpus)),
         f"Roofs: {roofs.source}.",
     ]
 
