@@ -30,6 +30,7 @@ from labkit.configs import (
 from labkit.device import Datasheet, datasheet, detect
 from labkit.records import measured_devices
 from labkit.report.chapter import Chapter, Chapters
+from labkit.report.facts import spread
 from labkit.report.frame import ok_rows, select, usable
 from labkit.report.text import gib, number, percent
 
@@ -42,6 +43,9 @@ pass takes beyond its tensors.
 
 MORE_WORKSPACE_BYTES = 33 * MIB
 """Of bf16, and of a backward pass, which runs in a thread of its own."""
+
+CHAPTERS = ("01_benchmarking", "02_nsys_analysis", "04_memory")
+"""Whose records a plan is fitted to and held against."""
 
 PLANS = ("none", "16", "8", "4", "2", "1")
 """Recomputation that is tried where a step does not fit, the cheapest first."""
@@ -363,9 +367,7 @@ def _setting(row: Mapping[str, Any]) -> Setting:
 
 
 def memory_errors(chapters: Chapters) -> pd.DataFrame:
-    """Returns the relative error of `memory` of each recorded step: error, measured_gib, case,
-    way.
-    """
+    """Returns the relative error of `memory` of each recorded step."""
     sections = {"01_benchmarking": ("steps", "execution"), "04_memory": ("peaks", "checkpointing")}
     rows = []
     for name, names in sections.items():
@@ -377,14 +379,18 @@ def memory_errors(chapters: Chapters) -> pd.DataFrame:
                 setting = _setting(row)
                 peak = row["peak_bytes"]
                 error = memory(setting)["in all"] / peak - 1
-                found = {"error": error, "measured_gib": peak / 2**30, "way": setting.way}
-                rows.append(found | {"case": _case(setting, chapters[name].device)})
-    return pd.DataFrame(rows, columns=["error", "measured_gib", "way", "case"])
+                rows.append(_row(setting, error, peak / 2**30, chapters[name].device))
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def _case(setting: Setting, device: str) -> str:
-    words = [setting.config.name, f"{setting.context:,}", setting.precision, device]
-    return ", ".join(words)
+def _row(setting: Setting, error: float, measured: float, device: str) -> dict[str, Any]:
+    case = f"{setting.config.name}, {setting.context:,}, {setting.precision}"
+    row = {"error": error, "measured": measured, "way": setting.way}
+    return row | {"case": case, "device": device}
+
+
+COLUMNS = ("error", "measured", "way", "case", "device")
+"""Of what `memory_errors` and `errors` return: the relative error, GiB or ms."""
 
 
 def fitted(measured: Iterable[Sample], way: str = "eager") -> dict[str, float]:
@@ -445,8 +451,7 @@ HELD_OUT: dict[str, Callable[[Sample], Any]] = {
 
 def errors(measured: Sequence[Sample], held_out: str, way: str = "eager") -> pd.DataFrame:
     """Returns the relative error of each step of a way when all of its size, context or device are
-    left out of the fit: error, measured_ms, case. A device that is left out has its datasheet's
-    roofs.
+    left out of the fit. A device that is left out has its datasheet's roofs.
     """
     key = HELD_OUT[held_out]
     rows = []
@@ -462,9 +467,9 @@ def errors(measured: Sequence[Sample], held_out: str, way: str = "eager") -> pd.
             if key(one) == value:
                 roofs = _of_datasheet(sheet, known) if sheet else one.roofs
                 time = predicted(coefficients, one.setting, roofs)["in all"] / 1e3
-                found = {"error": time / one.seconds - 1, "measured_ms": 1e3 * one.seconds}
-                rows.append(found | {"case": _case(one.setting, one.device)})
-    return pd.DataFrame(rows, columns=["error", "measured_ms", "case"])
+                error = time / one.seconds - 1
+                rows.append(_row(one.setting, error, 1e3 * one.seconds, one.device))
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 class Gpu(NamedTuple):
@@ -480,10 +485,7 @@ def measured_gpus(root: Path | None = None) -> list[Gpu]:
     found = []
     for slug in measured_devices(root or FIGURES):
         # Only what is read: a device's records take seconds.
-        chapters = {
-            name: Chapter(name, device=slug, output=str(root or ""))
-            for name in ("01_benchmarking", "02_nsys_analysis", "04_memory")
-        }
+        chapters = {name: Chapter(name, device=slug, output=str(root or "")) for name in CHAPTERS}
         roofs = measured_roofs(chapters)
         if roofs is not None and roofs.memory_bytes:
             found.append(Gpu(slug, chapters, roofs))
@@ -518,7 +520,7 @@ def roofs_of(device: str, gpus: Iterable[Gpu]) -> Roofs:
         if slug == device or (sheet and datasheet(slug) == sheet):
             return roofs
     if sheet is None:
-        known = ", ".join(measured) or "no GPU"
+        known = ", ".join(measured) or "no device"
         raise RequestError(
             f"no roofs of {device!r}: chapter 01 did not measure a GPU of that name (measured: "
             f"{known}), and there is no datasheet of it, as of 'NVIDIA A100-SXM4-80GB' or 'RTX "
@@ -635,12 +637,9 @@ def _error_line(what: str, found: pd.DataFrame) -> list[str]:
     """Returns the line of an error, none where it is not known."""
     if found.empty:
         return []
-    size = found["error"].abs()
-    worst = found.iloc[int(size.to_numpy().argmax())]
-    return [
-        f"Error of {what}, {len(found)} steps: median {percent(size.median())}, 95 % within "
-        f"{percent(size.quantile(0.95))}, worst {percent(worst['error'])} ({worst['case']})."
-    ]
+    fact = spread(found.assign(case=found["case"] + ", " + found["device"]))
+    numbers = "median {median}, 95 % within {most}, worst {worst}".format(**fact.numbers)
+    return [f"Error of {what}, {len(found)} steps: {numbers}."]
 
 
 LINK_BYTES_PER_S = 300e9
