@@ -43,11 +43,11 @@ def planned_figure(errors: pd.DataFrame) -> Figure:
     """Draws by how much planned memory and time are off, over what was measured."""
     shown = {what: unit for what, unit in PLANNED.items() if what in set(errors["what"])}
     figure, axes = figures.panels(len(shown), height=2.6)
-    looks = {"eager": ("#7f7f7f", "o"), "compiled": ("#0072b2", "s"), "ours": ("#8a1c20", "^")}
+    styles = {way: figures.STYLES["auto" if way == "ours" else way] for way in STEP_WAYS}
     for axis, (what, unit) in zip(axes, shown.items(), strict=True):
-        for way, (colour, marker) in looks.items():
+        for way, style in styles.items():
             rows = select(errors, what=what, way=way)
-            look = {"color": colour, "marker": marker, "s": 14, "label": way}
+            look = {"color": style.colour, "marker": style.marker, "s": 14, "label": way}
             axis.scatter(rows["measured"], 100 * rows["error"], **look)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set_xscale("log")

@@ -249,15 +249,17 @@ def cheapest_recomputation(setting: Setting, limit: float) -> str | None:
 # ---- time ----------------------------------------------------------------------------------------
 
 PARTS = {
-    "matrix products": ("products", "products, narrow"),
-    "attention": ("eager attention", "fused attention"),
-    "elementwise": ("scores", "residual", "feed-forward", "logits", "casts"),
+    "matrix products": ("products",),
+    "fused attention": ("attention",),
+    "elementwise and scores": ("scores", "residual"),
     "AdamW": ("optimizer",),
     "kernels' begin and end": ("layers",),
 }
-"""The parts of a predicted time, and the terms of each."""
+"""The parts of a predicted time, and the terms of each. More terms, as of logits and casts, fit no
+better what they were not fitted to.
+"""
 
-OF_A_WAY = ("elementwise", "AdamW", "kernels' begin and end")
+OF_A_WAY = ("elementwise and scores", "AdamW", "kernels' begin and end")
 """The parts that a way of running the step changes; the products stay the same."""
 
 BOUND = dict(zip(PARTS, ("matmul", "matmul or memory", "memory", "memory", "launch"), strict=True))
@@ -266,33 +268,25 @@ BOUND = dict(zip(PARTS, ("matmul", "matmul or memory", "memory", "memory", "laun
 def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     """Returns the terms of the model of kernels, in seconds where not a number."""
     config = setting.config
-    d, f, layers, tokens = config.d_model, config.d_ff, config.num_layers, setting.tokens
+    d, layers, tokens = config.d_model, config.num_layers, setting.tokens
     flops_rate = roofs.flops[setting.precision]
     element = 2 if setting.precision == "bf16" else 4
     is_eager = setting.attention == "eager"
     plan = accounting.checkpoint_plan(setting.recompute, layers)
     passes = 2 + accounting.checkpoint_forwards(layers, plan)
-    products = 2 * passes * accounting.num_matmul_parameters(config) * tokens / flops_rate
-    queries = config.attention_widths[0]
-    attention = passes * 4 * tokens * setting.context * queries * layers / flops_rate
-    # A fused kernel leaves out what a causal mask hides; an encoder has none.
-    fused = attention / 2 if config.vocab_size else attention
-    scores = layers * setting.batch * config.num_heads * setting.context**2 * element
-    parameters = accounting.num_parameters(config)
-    # Of which a rank updates its share.
-    updated = parameters / (setting.num_gpus if setting.gpu_way != "ddp" else 1)
     again = passes / 3
+    # A fused kernel leaves out what a causal mask hides; an encoder has none.
+    pairs = setting.context / 2 if config.vocab_size else setting.context
+    attention = 4 * tokens * pairs * config.attention_widths[0] * layers
+    scores = layers * setting.batch * config.num_heads * setting.context**2 * element
+    # Of the parameters a rank updates its share.
+    share = setting.num_gpus if setting.gpu_way != "ddp" else 1
+    updated = accounting.num_parameters(config) / share
     return {
-        "products": products,
-        # A matrix product of a narrow model reaches less of the rate.
-        "products, narrow": products * 1000 / d,
-        "eager attention": attention if is_eager else 0.0,
-        "fused attention": 0.0 if is_eager else fused,
+        "products": 2 * passes * accounting.num_matmul_parameters(config) * tokens / flops_rate,
+        "attention": 0.0 if is_eager else passes * attention / flops_rate,
         "scores": again * scores / roofs.copy if is_eager else 0.0,
         "residual": again * layers * tokens * d * 4 / roofs.copy,
-        "feed-forward": again * layers * tokens * f * element / roofs.copy,
-        "logits": tokens * config.vocab_size * 4 / roofs.copy,
-        "casts": 4 * parameters / roofs.copy if setting.precision == "bf16" else 0.0,
         "optimizer": 28 * updated / roofs.copy,
         "layers": again * layers * 1e-5,
     }
@@ -577,7 +571,7 @@ def lines(setting: Setting, roofs: Roofs, gpus: Sequence[Gpu], price: float = 0)
 
 def _memory_lines(setting: Setting, limit: float) -> list[str]:
     parts = memory(setting)
-    shown = [f"{part} {gib(num_bytes)}" for part, num_bytes in parts.items() if part != "in all"]
+    shown = [f"{part} {gib(size)}" for part, size in parts.items() if size and part != "in all"]
     fits = parts["in all"] <= limit
     verdict = "fits" if fits else "does not fit"
     lines = [f"Memory: {gib(parts['in all'])} of {gib(limit)} GiB, {verdict} ({', '.join(shown)})."]
@@ -590,15 +584,13 @@ def _memory_lines(setting: Setting, limit: float) -> list[str]:
         )
     if not fits:
         plan = cheapest_recomputation(setting, limit)
-        numbers = (2**power for power in range(1, 11))
-        sharded = (replace(setting, num_gpus=number, gpu_way="fsdp") for number in numbers)
-        least = next((one.num_gpus for one in sharded if memory(one)["in all"] <= limit), None)
-        if plan:
-            lines.append(f"It fits with --recompute {plan}, the cheapest recomputation that does.")
-        if least:
-            lines.append(f"It fits with --gpus {least} --gpu-way fsdp.")
-        if not plan and not least:
-            lines.append("Neither recomputation nor sharding alone makes it fit.")
+        ways = [f"--recompute {plan}"] if plan else []
+        for num_gpus in (2, 4, 8, 16, 32, 64):
+            sharded = replace(setting, num_gpus=num_gpus, gpu_way="fsdp")
+            if memory(sharded)["in all"] <= limit:
+                ways.append(f"--gpus {num_gpus} --gpu-way fsdp")
+                break
+        lines.append(f"It fits with {' or '.join(ways) or 'neither recomputation nor 64 GPUs'}.")
     return lines
 
 
@@ -613,7 +605,7 @@ def _time_lines(
         return [f"Time: no step of this way is recorded to predict it from; {where}."]
     times = predicted(fitted(measured, setting.way), setting, roofs)
     rate = setting.tokens / times["in all"] * 1e3
-    bounds = (f"{part} {number(times[part])} ({BOUND[part]})" for part in PARTS)
+    bounds = (f"{part} {number(times[part])} ({BOUND[part]})" for part in PARTS if times[part])
     few = len(alike) < LEAST_SAMPLES
     words = "too few steps of this way are recorded to tell its parts" if few else ", ".join(bounds)
     lines = [
