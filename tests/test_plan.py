@@ -152,6 +152,7 @@ def test_throughput_is_what_others_report(measured, gpus, tmp_path):
         ({"hidden_size": 64, "num_local_experts": 8}, "has num_local_experts; accepted: models"),
         ({"text_config": {}, "vision_config": {}}, "holds two models; write its text_config"),
         ({"n_embd": 64, "n_head": 4, "n_layer": 2}, "has no vocab_size; accepted"),
+        ({"model_type": "llama", "hidden_size": "64"}, "'llama' has no hidden_size"),
     ],
 )
 def test_a_config_that_is_none_is_one_line(config, message, tmp_path):

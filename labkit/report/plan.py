@@ -111,7 +111,7 @@ def read_config(path: Path) -> ModelConfig:
 
     def first(*names: str, default: Any = None) -> Any:
         value = next((content[name] for name in names if content.get(name) is not None), default)
-        if value is None or (isinstance(value, int) and value < 1):
+        if not isinstance(value, int) or value < 1:
             raise RequestError(
                 f"{path}: architecture {kind!r} has no {' or '.join(names)}; accepted: dense "
                 "decoders and vision encoders, as of llama, qwen3, gpt2, siglip_vision_model"
@@ -134,7 +134,7 @@ def read_config(path: Path) -> ModelConfig:
         num_layers=first("num_hidden_layers", "n_layer"),
         num_heads=num_heads,
         vocab_size=0 if is_vision else first("vocab_size"),
-        head_dim=first("head_dim", default=width // num_heads),
+        head_dim=content.get("head_dim") or 0,
         num_key_heads=first("num_key_value_heads", default=num_heads),
         is_gated=content.get("hidden_act") in ("silu", "swiglu") or kind.startswith("gemma"),
         # transformers writes it only where it is not its default.
