@@ -487,13 +487,14 @@ def plan(
         "vocab_size": vocabulary,
     }
     config = replace(config, **{name: value for name, value in free.items() if value})
-    if config.d_model % config.num_heads:
+    if not config.head_dim and config.d_model % config.num_heads:
         raise RequestError(f"{config.num_heads} heads do not divide the width {config.d_model}")
     setting = report.Setting(
         config, batch, context, precision, attention, way, recompute, gpus, gpu_way
     )
-    roofs = report.roofs_of(device, output)
-    for line in report.lines(setting, roofs, report.all_samples(output), price):
+    gpus = report.measured_gpus(output)
+    roofs = report.roofs_of(device, gpus)
+    for line in report.lines(setting, roofs, gpus, price):
         print(line)
 
 

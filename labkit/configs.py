@@ -46,7 +46,13 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Dimensions of a decoder-only language model.
+    """Dimensions of a decoder-only language model; without a vocabulary, of an encoder that masks
+    nothing.
+
+    The last four are of published models, which are planned but not built here: a head's width
+    where it is not d_model / num_heads, the number of key heads where queries share them, whether
+    the feed-forward layer has three matrices and not two, whether the head multiplies by the
+    embedding's table.
 
     `edition` says which public list of sizes the name comes from: "xl" is a 1.998 B model in the
     2025 list and a 3.407 B model in the 2026 list, so a bare "xl" is not accepted anywhere.
@@ -60,10 +66,19 @@ class ModelConfig:
     num_heads: int
     vocab_size: int = 10_000
     rope_theta: float = 10_000.0
+    head_dim: int = 0
+    num_key_heads: int = 0
+    is_gated: bool = True
+    is_tied: bool = False
 
     @property
     def d_head(self) -> int:
-        return self.d_model // self.num_heads
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def attention_widths(self) -> tuple[int, int]:
+        """Widths of all queries and of all keys."""
+        return self.num_heads * self.d_head, (self.num_key_heads or self.num_heads) * self.d_head
 
 
 SIZES: dict[str, ModelConfig] = {

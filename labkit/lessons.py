@@ -101,7 +101,8 @@ def controls(function: Callable[..., Any], **choices: list) -> Any:
         import ipywidgets
     except ImportError:
         return function(**{name: values[0] for name, values in choices.items()})
-    return ipywidgets.interactive(function, **choices)
+    # Without this option the menus are shown, and no result.
+    return ipywidgets.interactive(function, {"auto_display": True}, **choices)
 
 
 def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.DataFrame:

@@ -181,6 +181,10 @@ def test_growth_fits_share_agreement_and_published_values():
     share = facts.share_of(lengths, "median_ms > 50", "slow steps")
     assert str(share) == "1 of 2" and share.small
     forms = pd.DataFrame({"is": [100.0, 100.0], "told": [102.0, 80.0], "phase": ["x", "y"]})
+    errors = pd.DataFrame({"error": [0.01, -0.2, 0.02], "case": ["x", "y", "z"]})
+    spread = facts.spread(errors)
+    assert (str(spread["median"]), spread["worst"]) == ("2 %", "-20 % (y)")
+    assert facts.spread(errors.head(0)).missing
     agreement = facts.agreement(forms, "is", "told", 0.03, ["phase"])
     assert (str(agreement), str(agreement["worst"]), agreement["case"]) == ("1 of 2", "-20 %", "y")
     theirs = pd.DataFrame({"size": ["2.7b"], "published_ms": [20.0]})

@@ -61,6 +61,8 @@ def test_metrics_name_their_unit_and_are_what_they_say():
     metrics = timed.metrics()
     assert metrics == {
         "median_ms": 6.0,
+        "mean_ms": 10.5,
+        "std_ms": pytest.approx(np.std(samples, ddof=1), rel=1e-12),
         "p20_ms": pytest.approx(np.quantile(samples, 0.2), rel=1e-15),
         "p80_ms": pytest.approx(np.quantile(samples, 0.8), rel=1e-15),
         "min_ms": 1.0,

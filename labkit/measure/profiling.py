@@ -474,14 +474,15 @@ def busy_ns(table: pd.DataFrame) -> int:
 
 
 def statistics_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Returns launches and total (µs) of each group, the largest total first.
+    """Returns launches and total, median and standard deviation (µs) of each group, the largest
+    total first.
 
     Args:
         table: rows of `launches`.
         columns: that make a group.
     """
     us = (table["duration_ns"] / 1e3).groupby([table[name] for name in columns], sort=False)
-    result = us.agg(launches="count", total_us="sum")
+    result = us.agg(launches="count", total_us="sum", median_us="median", std_us="std").fillna(0)
     return result.sort_values("total_us", ascending=False, kind="stable").reset_index()
 
 

@@ -78,6 +78,8 @@ class Timing:
             "p20_ms": low,
             "p80_ms": high,
             "min_ms": min(self.samples_ms),
+            "mean_ms": statistics.fmean(self.samples_ms),
+            "std_ms": statistics.stdev(self.samples_ms) if self.n > 1 else None,
             "n": self.n,
             "half_width_fraction": median_half_width(self.samples_ms) if self.n > 1 else None,
         }

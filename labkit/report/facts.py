@@ -327,6 +327,22 @@ def agreement(
     return Fact("", numbers)
 
 
+def spread(errors: pd.DataFrame) -> Fact:
+    """Returns how far predictions err, of the columns error and case: median, most (of 95 % of
+    them), worst (a text).
+    """
+    if errors.empty:
+        return Fact("", missing="enough steps to plan others by")
+    size = errors["error"].abs()
+    worst = errors.iloc[int(size.to_numpy().argmax())]
+    numbers = {
+        "median": Quantity(size.median(), "%"),
+        "most": Quantity(size.quantile(0.95), "%"),
+        "worst": f"{percent(worst['error'])} ({worst['case']})",
+    }
+    return Fact("", numbers)
+
+
 def beside(
     theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms"
 ) -> pd.DataFrame:

@@ -4,8 +4,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import accounting, published
-from labkit.configs import model_config
-from labkit.report import facts, figures
+from labkit.configs import STEP_WAYS, model_config
+from labkit.report import facts, figures, plan
+from labkit.report.chapter import Chapter
 from labkit.report.frame import in_order, ok_rows, only, select, usable
 from labkit.report.text import number, percent
 
@@ -23,25 +24,37 @@ CATEGORIES = {
 BLOCK = {"part": "block", "code": "eager"}
 
 
-def predicted(peaks: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured peaks that are large enough for findings, with `predicted_bytes`, the
-    closed form of the tensors alive at the largest moment.
+PLANNED = {"memory": "GiB", "time": "ms"}
+
+
+def planned(chapter: Chapter) -> pd.DataFrame:
+    """Returns how far the plans of a GPU's recorded steps are off; a step's time is planned from
+    steps of other sizes. Columns: of `plan.COLUMNS`, and what, a key of PLANNED.
     """
-    rows = usable(peaks, "peak_bytes")
-    rows = rows[rows["peak_bytes"] >= facts.LEAST_BYTES]
-    known = {"attention": "eager", "device_kind": peaks.attrs.get("device_kind", "cuda")}
-    forms = [
-        accounting.peak_bytes(
-            model_config(row["size"]),
-            row["batch"],
-            row["context"],
-            row["phase"],
-            precision=row["precision"],
-            **known,
-        )
-        for row in rows.to_dict("records")
-    ]
-    return rows.assign(predicted_bytes=forms)
+    chapters = {name: chapter.of(name) for name in plan.CHAPTERS}
+    samples = plan.samples(chapters, chapter.device)
+    frames = [plan.errors(samples, "size", way).assign(what="time") for way in STEP_WAYS]
+    if chapter.device_kind == "cuda":
+        frames.append(plan.memory_errors(chapters).assign(what="memory"))
+    return pd.concat(frames, ignore_index=True)
+
+
+def planned_figure(errors: pd.DataFrame) -> Figure:
+    """Draws by how much planned memory and time are off, over what was measured."""
+    shown = {what: unit for what, unit in PLANNED.items() if what in set(errors["what"])}
+    figure, axes = figures.panels(len(shown), height=2.6)
+    styles = {way: figures.STYLES["auto" if way == "ours" else way] for way in STEP_WAYS}
+    for axis, (what, unit) in zip(axes, shown.items(), strict=True):
+        for way, style in styles.items():
+            rows = select(errors, what=what, way=way)
+            look = {"color": style.colour, "marker": style.marker, "s": 14, "label": way}
+            axis.scatter(rows["measured"], 100 * rows["error"], **look)
+        axis.axhline(0, color="0.3", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:,g}")
+        axis.set(xlabel=f"measured {what} ({unit})", ylabel="planned is off by (%)")
+    figures.finish(figure)
+    return figure
 
 
 def parts(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) -> pd.DataFrame:

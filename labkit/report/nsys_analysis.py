@@ -75,6 +75,7 @@ def kernels(frame: pd.DataFrame, count: int = 10, **case) -> pd.DataFrame:
     """Returns of each pass the recorded kernels with most time, the first first."""
     rows = tables(frame, "kernels")
     rows["total_ms"] = rows["total_us"] / 1e3
+    rows["mean_us"] = rows["total_us"] / rows["launches"]
     keys = [*CASE, "part"]
     rows = select(rows, **case).sort_values([*keys, "total_us"], ascending=False)
     return rows.groupby(keys, sort=False).head(count)
