@@ -91,7 +91,7 @@ Seen = list[dict[str, Any]]
 """What each rank saw of a phase."""
 
 
-def _run_ranks(
+def run_ranks(
     function: Callable, make: Callable[[Case, Seen], Measured], device: Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
     """Yields the phases of a case, all measured by one launch when the first one is asked for.
@@ -168,13 +168,13 @@ def _collective(case: Case, ranks: Seen) -> Measured:
 
 def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     transport = case.parameters["transport"]
-    return _run_ranks(collectives_rank, _collective, device, case, transport)
+    return run_ranks(collectives_rank, _collective, device, case, transport)
 
 
 # --- steps ---
 
 
-def _step(case: Case, ranks: Seen) -> Measured:
+def measured_step(case: Case, ranks: Seen) -> Measured:
     """Returns the record of one way: times and memory of the rank that took most, profile of the
     same rank.
     """
@@ -205,7 +205,7 @@ def _step(case: Case, ranks: Seen) -> Measured:
 
 
 def _run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    return _run_ranks(steps_rank, _step, device, case, case.parameters, case.time_limit_s)
+    return run_ranks(steps_rank, measured_step, device, case, case.parameters, case.time_limit_s)
 
 
 run_case = functools.partial(

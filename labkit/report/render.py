@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from labkit import notebooks
-from labkit.configs import FIGURES, IS_CLONE, REFERENCE_DEVICE, REPOSITORY, RequestError
+from labkit.configs import FIGURES, IS_CLONE, OWN, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.records import (
     check,
     folder_of,
@@ -39,6 +39,7 @@ def rebuild(
     html: bool = False,
     save_notebooks: bool = False,
     by_papermill: bool = False,
+    own: str = "",
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
@@ -54,6 +55,7 @@ def rebuild(
             only).
         by_papermill: execute the notebooks in kernels of their own, several at a time, as `labkit
             run` does; otherwise in this process.
+        own: parameter of the notebooks that a function of the user's joins.
 
     Raises:
         RequestError: nothing has been measured on `device`, or `save_notebooks` is not for the
@@ -70,7 +72,10 @@ def rebuild(
         )
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     if by_papermill:
-        executed = _execute_all(list(chapters), values)
+        executed = _execute_all([name for name in chapters if not own or name not in OWN], values)
+        if own:
+            joined = [name for name in chapters if name in OWN]
+            executed |= _execute_all(joined, values | {"own": own})
     else:
         executed = {name: notebooks.show(name, values) for name in chapters}
     for notebook in executed.values():
