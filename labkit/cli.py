@@ -156,6 +156,10 @@ def run(
         rounds = ["quick", *rounds]
     for name in names:
         notebooks.narrowing(name, rounds[-1], narrowed if name in OWN else options)
+        if own:
+            from labkit.experiments.bench import OwnSession, own_entrant
+
+            own_entrant(name, own)
     root = _writable(output)
     folders = {name: root / measured_by(name).slug for name in names}
     # Fails now, not after hours of measuring, if the report could not read something.
@@ -170,8 +174,6 @@ def run(
         settings |= {"fresh": fresh, "options": narrowed}
         sessions = [sweep.Session(name, **settings) for name in names]
         if own:
-            from labkit.experiments.bench import OwnSession
-
             sessions += [OwnSession(name, own, **settings) for name in names]
         if dry_run:
             _print_plan(round_profile, sessions, planned)
@@ -184,7 +186,7 @@ def run(
             kept = "Finished measurements are recorded; the same command goes on from there."
             print(f"\nInterrupted. {kept}", file=sys.stderr)
             sys.exit(INTERRUPTED)
-        _write_report(device, output, folders, start, own)
+        _write_report(device, output, folders, start, dict.fromkeys(names, own) if own else {})
 
 
 def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[str, ...]]) -> None:
@@ -218,7 +220,11 @@ def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[
 
 
 def _write_report(
-    device: "Device", output: Path | None, folders: Mapping[str, Path], start: float, own: str
+    device: "Device",
+    output: Path | None,
+    folders: Mapping[str, Path],
+    start: float,
+    own: Mapping[str, str],
 ) -> None:
     """Executes the notebooks, writes the report and says what came out; exits with 1 where a part
     failed.
@@ -550,8 +556,8 @@ def bench(
         str,
         typer.Option(
             help="1x16x4096x64 (batch, heads, length, d_head) of attention; 4x512x768x3072x12x12 "
-            "(batch, context, d_model, d_ff, layers, heads) of model, after the number of ranks "
-            "of data_parallel; else 8192x4096 (rows, columns)."
+            "(batch, context, d_model, d_ff, layers, heads) of model; 4x512x2 (batch, context, "
+            "ranks) of data_parallel; else 8192x4096 (rows, columns)."
         ),
     ] = "",
     against: Annotated[

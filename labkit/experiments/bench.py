@@ -35,10 +35,12 @@ SHA-256 of the file that holds it. A chapter shows what its parameter `own` name
 """
 
 import ast
+import copy
 import functools
 import hashlib
 import importlib.util
 import inspect
+import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,9 +50,11 @@ from typing import Any
 
 import pandas as pd
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from labkit import numerics
-from labkit.configs import FIGURES, SIZES, THIS_DEVICE, ModelConfig, RequestError
+from labkit.configs import FIGURES, THIS_DEVICE, RequestError
 from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
@@ -67,7 +71,9 @@ from labkit.experiments.sweep import (
     Session,
     measuring_lock,
 )
-from labkit.experiments.watched import MODEL_PASSES, StepFunction, model_of, spread, watched
+from labkit.experiments.watched import MODEL, MODEL_PASSES, StepFunction, spread, watched
+from labkit.models.transformer import language_model_loss
+from labkit.parallel.launch import rank_device
 from labkit.records import SESSION_SECTION, SESSION_SECTIONS, Record, newest, to_frame
 
 __all__ = ["MEASUREMENT_VERSION", "bench", "ceiling_rates", "run_case"]
@@ -139,19 +145,23 @@ class BenchCase(ContestCase):
 
 
 def _load(entrant: Entrant) -> Callable:
-    """Returns the function; raises AttributeError where its file has none of that name."""
+    """Returns the function; raises Refused where its file has none of that name."""
     sys.path.insert(0, str(entrant.path.parent))  # for what lies beside it
     spec = importlib.util.spec_from_file_location(f"bench_{entrant.path.stem}", entrant.path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    if not hasattr(module, entrant.name):
+        raise Refused(f"{entrant.path.name} has no {entrant.name}")
     return getattr(module, entrant.name)
 
 
 def _contest(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     operation = case.parameters.get("operation", "attention")
     if operation == "data_parallel":
-        yield from _wrappers(device, case, ceilings)
+        arguments = case.entrants, case.parameters, case.time_limit_s
+        steps = (wrapper_rank, _measured_wrapper, device, case, *arguments)
+        yield from distributed.run_ranks(*steps)
         return
     for entrant in case.entrants:
         function = _load(entrant)
@@ -162,42 +172,61 @@ def _contest(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Ite
 
 
 def wrapper_rank(
-    phases: Sequence[str], entrants: Sequence[Entrant], config: ModelConfig, *arguments: Any
+    phases: Sequence[str], entrants: Sequence[Entrant], *arguments: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs chapter 07's steps on this rank, some of them under wrappers of the user's."""
-    SIZES[config.name] = config
     ways = {phase.removesuffix(" step"): phase for phase in phases}
-    for name, way in DATA_PARALLEL.items():
-        WAYS[name] = replace(WAYS[way], is_compared=way != "alone")
+    WAYS.update({name: WAYS[way] for name, way in DATA_PARALLEL.items()})
+    pairs = {}
     for entrant in entrants:
         if entrant.label in ways:
-            WAYS[entrant.label] = Way(_wrap_of(_load(entrant)), is_compared=True)
+            wrap = functools.partial(_wrapped, _load(entrant), pairs, entrant.label)
+            WAYS[entrant.label] = Way(wrap)
     for way, seen in steps_rank(list(ways), *arguments):
-        yield ways[way], seen
+        deviation = _gradient_deviation(*pairs[way]) if way in pairs else 0.0
+        yield ways[way], seen | {"gradient_deviation": deviation}
 
 
-def _wrap_of(wrapper: Callable) -> Callable:
+def _wrapped(wrapper: Callable, pairs: dict, label: str, module: nn.Module, **_: Any) -> nn.Module:
+    plain = copy.deepcopy(module)
     has_buckets = "bucket_size_mb" in inspect.signature(wrapper).parameters
-    options = {"bucket_size_mb": 100} if has_buckets else {}
-    return lambda module, **_: wrapper(module, **options)
+    wrapped = wrapper(module, **({"bucket_size_mb": 100} if has_buckets else {}))
+    pairs[label] = wrapped, plain
+    return wrapped
+
+
+def _gradient_deviation(wrapped: nn.Module, plain: nn.Module) -> float:
+    """Returns the largest relative difference between a gradient and the ranks' average of that of
+    rank 0's parameters without a wrapper. Collective.
+    """
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    tokens = torch.randint(plain.config.vocab_size, (2, plain.max_context), generator=generator)
+    tokens = tokens.to(rank_device())
+    pairs = list(zip(wrapped.parameters(), plain.parameters(), strict=True))
+    for p, mine in pairs:
+        mine.data.copy_(p)
+        dist.broadcast(mine.data, src=0)
+    for model in (wrapped, plain):
+        model.zero_grad()
+        language_model_loss(model(tokens), tokens).backward()
+    if finish := getattr(wrapped, "finish_gradient_synchronization", None):
+        finish()
+    for _, mine in pairs:
+        dist.all_reduce(mine.grad, dist.ReduceOp.AVG)
+    return max(
+        math.inf if p.grad is None else numerics.relative_error(p.grad, mine.grad)
+        for p, mine in pairs
+    )
 
 
 def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
-    deviation = max(rank.get("gradient_deviation", 0.0) for rank in ranks)
+    deviation = max(rank["gradient_deviation"] for rank in ranks)
     if not deviation <= LARGEST_DEVIATION:
         raise Refused(f"its gradients are not the ranks' averages, but {deviation:.2g} off")
     measured = distributed.measured_step(case, ranks)
-    metrics = {**measured.metrics, "budget_fraction": deviation / LARGEST_DEVIATION}
-    metrics |= spread(measured.samples["step_ms"])
-    seen = {name: value for name, value in measured.case.items() if name in case.parameters}
-    return replace(measured, case=case.parameters | seen, metrics=metrics)
-
-
-def _wrappers(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    step = {name: case.parameters[name] for name in ("batch", "context", "precision")}
-    step |= {"size": "bench", "compile": "none"}
-    arguments = (case.entrants, model_of(case.parameters), step, case.time_limit_s)
-    yield from distributed.run_ranks(wrapper_rank, _measured_wrapper, device, case, *arguments)
+    metrics = measured.metrics | spread(measured.samples["step_ms"])
+    metrics["budget_fraction"] = deviation / LARGEST_DEVIATION
+    return replace(measured, case=case.parameters | measured.case, metrics=metrics)
 
 
 def _attention_call(
@@ -280,16 +309,14 @@ OWN_SECTIONS = ("attention", "speed", "rivals", "kernels")
 def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
     """Returns the operation and the function that a notebook's parameter `own` names.
 
-    Raises RequestError for a notebook without contests, another operation, or a file that is not
-    there.
+    Raises RequestError for another operation, or a file that is not there.
     """
-    operation, _, function = own.partition(":")
-    accepted = [*DEFINITIONS]
     if notebook != "08_siglip2":
-        operation, function = "attention", own
-        accepted = ["attention"]
-    elif operation not in accepted:
-        form = "OPERATION:FILE.py:NAME, of " + ", ".join(accepted)
+        return "attention", _entrant(own, FIGURES)
+    operation, _, function = own.partition(":")
+    accepted = [name for name in DEFINITIONS if name in OPERATIONS]
+    if operation not in accepted:
+        form = "OPERATION:FILE.py:NAME, OPERATION one of " + ", ".join(accepted)
         raise RequestError(f"own {own!r} of {notebook}; accepted: {form}")
     return operation, _entrant(function, FIGURES)
 
@@ -378,8 +405,11 @@ def bench(
         parameters["causal"] = causal
     if op == "model":
         parameters |= {"warmup": warmup, "steps": steps}
-    if op == "data_parallel" and parameters["world_size"] > torch.cuda.device_count():
-        parameters["transport"] = "gloo"  # on the CPU
+    if op == "data_parallel":
+        size = "small" if device.kind == "cuda" else "nano"
+        parameters |= {"size": size, "compile": "none"}
+        if parameters["world_size"] > torch.cuda.device_count():
+            parameters["transport"] = "gloo"  # on the CPU
     folder = Path(output or FIGURES) / device.slug / "bench"
     entrants = tuple(_entrant(function, folder) for function in functions)
     impls = dict.fromkeys((*(one.label for one in entrants), *rivals))
@@ -423,35 +453,41 @@ def _check(what: str, value: str, accepted: Iterable[str]) -> None:
         raise RequestError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
 
 
-MODEL = ("batch", "context", "d_model", "d_ff", "layers", "heads")
-
 FORMS = {
-    "attention": (SHAPE[:4], "1x2x256x64", "1x16x4096x64"),
-    "model": (MODEL, "4x64x128x512x2x4", "4x512x768x3072x12x12"),
-    "data_parallel": (("world_size", *MODEL), "2x2x32x128x512x2x2", "2x4x512x768x3072x12x12"),
+    "attention": (SHAPE[:4], LEAST_ROWS, 1, "1x2x256x64", "1x16x4096x64"),
+    "model": (
+        ("batch", "context_length", *MODEL),
+        1,
+        1,
+        "4x64x128x512x2x4",
+        "4x512x768x3072x12x12",
+    ),
+    "data_parallel": (("batch", "context", "world_size"), 1, 2, "2x32x2", "4x512x2"),
 }
-"""By operation the sizes that a shape gives, and those that suit a CPU and a GPU."""
+"""By operation the sizes that a shape gives, the least of the last but one, the step of the last,
+and what suits a CPU and a GPU.
+"""
 
-ROWS = (("rows", "columns"), "1024x256", "8192x4096")
+ROWS = (("rows", "columns"), LEAST_ROWS, HEAD, "1024x256", "8192x4096")
+"""Of all other operations."""
 
 
 def _sizes(op: str, shape: str, kind: str) -> dict:
     """Returns the sizes of an operation by the name that a case gives them."""
-    names, *usual = FORMS.get(op, ROWS)
+    names, least, step, *usual = FORMS.get(op, ROWS)
     example = usual[kind == "cuda"]
     sizes = [int(text) if text.isdecimal() else 0 for text in (shape or example).split("x")]
-    named = dict(zip(names, sizes, strict=False))
-    is_complete = len(sizes) == len(names) and 0 not in sizes
-    if "heads" in names[4:]:
-        limit = "heads times an even number is d_model"
-        is_right = is_complete and named["d_model"] % (2 * named["heads"]) == 0
-    else:
-        step = 1 if op == "attention" else HEAD
-        limit = f"{names[-2]} from {LEAST_ROWS}, {names[-1]} in steps of {step}"
-        is_right = is_complete and sizes[-2] >= LEAST_ROWS and sizes[-1] % step == 0
-    if not is_right:
-        form = " x ".join(names)
-        raise RequestError(f"shape {shape!r} of {op}; accepted: {form}, such as {example}; {limit}")
+    if len(sizes) != len(names) or 0 in sizes or sizes[-2] < least or sizes[-1] % step:
+        raise RequestError(
+            f"shape {shape!r} of {op}; accepted: {' x '.join(names)}, such as {example}; "
+            f"{names[-2]} from {least}, {names[-1]} in steps of {step}"
+        )
+    named = dict(zip(names, sizes, strict=True))
+    if op == "model" and named["d_model"] % (2 * named["num_heads"]):
+        raise RequestError(
+            f"num_heads {named['num_heads']} of d_model {named['d_model']}; accepted: what divides "
+            "it into even parts"
+        )
     return named
 
 

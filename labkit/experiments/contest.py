@@ -125,7 +125,7 @@ class Operation:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.inputs.values())).dtype
+        return numerics.tensor_dtype(self.precision)
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""

@@ -2,7 +2,6 @@
 notebook 07.
 """
 
-import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -83,14 +82,11 @@ class Way:
         wrap: makes of a model the one that is trained.
         optimizer: of (parameters, torch.optim.AdamW, **its options).
         is_cast_by_wrapper: the wrapper casts to 16 bits, not autocast.
-        is_compared: after the timing, gradients are compared with the average of those of a copy
-            that knows nothing of other ranks.
     """
 
     wrap: Callable[..., nn.Module]
     optimizer: Callable[..., torch.optim.Optimizer] = _whole_optimizer
     is_cast_by_wrapper: bool = False
-    is_compared: bool = False
 
 
 BUCKETED = partial(data_parallel.BucketedDataParallel, bucket_size_mb=100)
@@ -135,7 +131,6 @@ class SharedStep(Step):
         options: dict[str, Any] = {"broadcast_buffers": False}
         if way.is_cast_by_wrapper:
             options["compute_dtype"] = self.recipe.autocast
-        self.unwrapped = copy.deepcopy(self.model) if way.is_compared else None
         self.model = way.wrap(self.model, **options)
         parameters = list(self.model.parameters())
         self.optimizer = way.optimizer(parameters, torch.optim.AdamW, **ADAMW)
@@ -238,26 +233,6 @@ class SharedStep(Step):
             return times_us, {}
         return times_us, merged("computing", computing) | merged("communicating", communicating)
 
-    def gradient_deviation(self) -> float:
-        """Returns the largest relative difference between a gradient and the average over the ranks
-        of that of rank 0's parameters without a wrapper, all on other tokens. Collective.
-        """
-        self.tokens = self.tokens.flip(-1)
-        pairs = list(zip(self.model.parameters(), self.unwrapped.parameters(), strict=True))
-        for p, plain in pairs:
-            plain.data.copy_(p)
-            dist.broadcast(plain.data, src=0)
-        self.optimizer.zero_grad()
-        self.backward(self.forward())
-        self.model = self.unwrapped
-        self.forward().backward()
-        deviations = []
-        for p, plain in pairs:
-            dist.all_reduce(plain.grad, dist.ReduceOp.AVG)
-            grad = p.grad if p.grad is not None else torch.zeros_like(p)
-            deviations.append(numerics.relative_error(grad, plain.grad))
-        return max(deviations)
-
     def described(self) -> dict[str, Any]:
         """Returns the case as read back from the live objects."""
         batch, context = self.tokens.shape
@@ -341,7 +316,5 @@ def steps_rank(
             if number == 0 and step.device.kind == "cuda" and step.precision == "bf16":
                 is_kept = way in TIMELINES
                 seen[way]["profile"], seen[way]["spans"] = step.profile(timeline=is_kept)
-            if WAYS[way].is_compared:
-                seen[way]["gradient_deviation"] = step.gradient_deviation()
             step.close()
             yield way, seen[way]

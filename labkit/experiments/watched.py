@@ -7,14 +7,12 @@ all the steps that it has made.
 
 import copy
 import functools
-import itertools
 import math
 import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +34,7 @@ from labkit.experiments.operations import (
 )
 from labkit.experiments.sweep import Refused
 from labkit.measure.timing import Timing, synchronize
-from labkit.models.transformer import TransformerLM, language_model_loss
+from labkit.models.transformer import language_model_loss
 
 LARGEST_CACHE = 2**28
 """Bytes below which a call may stay in a cache, and have no floor by the memory's rate."""
@@ -49,11 +47,13 @@ is ever faster than the datasheet.
 LATE_S = 0.3
 """How long a wrong result is waited for, to tell a late one."""
 
+MODEL = ("d_model", "d_ff", "num_layers", "num_heads")
 MODEL_PASSES = ("forward", "forward_backward", "train_step")
 
-ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-15, "weight_decay": 0.1}
-"""Of an optimizer's contest: a step that is left out, or decays otherwise, is far from AdamW's; ε
-is so small that it does not matter whether it is added before v is corrected or after.
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-15, "weight_decay": 1.0}
+"""Of an optimizer's contest, on parameters near 1. What a course does otherwise than PyTorch, to
+add ε to v before it is corrected and to decay after the update, changes less than a rounding; a
+step that is left out, or does not decay, a thousand.
 """
 
 ADAMW_BYTES = 28
@@ -67,16 +67,14 @@ class Watched(Operation):
     Attributes:
         kept: the last outputs by (implementation, pass); a CUDA graph writes them again.
         refusals: why a phase gets no time.
-        live: what was made of an implementation, where it makes something.
     """
 
     kept: dict[tuple[str, str], Tensors] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
-    live: dict[str, tuple] = field(default_factory=dict)
-
     is_in_place = False
     """Whether a call goes on from what the one before it left, and returns that."""
 
+    first_pass = "forward"
     num_judged = 2
     """Calls that are judged before any is timed."""
 
@@ -100,9 +98,9 @@ class Watched(Operation):
 
     def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
         """Returns the worst verdict on what a pass gave; raises AssertionError for a wrong one."""
-        return max(self._verdicts(impl, name, values), key=lambda one: one.budget_fraction)
+        return max(self.verdicts_of(impl, name, values), key=lambda one: one.budget_fraction)
 
-    def _verdicts(self, impl: str, name: str, values: Tensors) -> list[numerics.Verdict]:
+    def verdicts_of(self, impl: str, name: str, values: Tensors) -> list[numerics.Verdict]:
         return self.verdicts(name, values)
 
     def call(self, impl: str, name: str) -> Callable[[], Tensors]:
@@ -155,7 +153,7 @@ class Watched(Operation):
 
     def _check_call(self, impl: str) -> None:
         try:
-            outs = self.outputs(impl)
+            outs = self.run(impl, self.first_pass)()
         except TypeError as error:
             arguments = ", ".join((*self.inputs, *map(_described, self.others), *self.options))
             raise Refused(f"{error}; it is called with {arguments}") from None
@@ -198,64 +196,96 @@ class Watched(Operation):
 
 
 @dataclass
-class WatchedModel(Watched):
-    """Training steps of language models, each on the same tokens and targets.
+class Made(Watched):
+    """An operation whose implementations make something, which stays from call to call.
 
-    A model is held to a copy of itself that was made before its first call, in fp64 where it runs
-    in that. `options` are what it is made with.
+    Each has two twins, in fp64 and in its own precision, which are given the same tensors.
+    """
+
+    live: dict[str, tuple[list, list]] = field(default_factory=dict)
+    before: dict[tuple[str, str], Tensors] = field(default_factory=dict)
+
+    def renew(self) -> None:
+        super().renew()
+        self.given = [x.clone() for x in self.tensors]
+
+    def run(self, impl: str, name: str) -> Callable[[], Tensors]:
+        if impl not in self.live:
+            self.renew()
+            self.live[impl] = self.make(self.implementations[impl].function), []
+        (own, *_), calls = self.live[impl]
+
+        def call() -> Tensors:
+            calls.append(self.given)
+            return self.act(own, name, self.tensors)
+
+        return call
+
+    def verdicts_of(self, impl: str, name: str, values: Tensors) -> list[numerics.Verdict]:
+        (_, exact, eager), calls = self.live[impl]
+        names = ["out" if name in ("forward", "step") else "gradient"] * len(values)
+        given = calls if self.is_in_place else calls[-1:]
+        expected = _wide([self.act(eager, name, tensors) for tensors in given][-1])
+        try:
+            exactly = _wide([self.act(exact, name, tensors) for tensors in given][-1])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # some kernels take no fp64
+            exactly = expected
+        calls.clear()
+        before = self.before.get((impl, name))
+        self.before[impl, name] = expected
+        if before and _are_equal(before, expected):
+            raise AssertionError("wrong: other tensors, the same result")
+        verdicts = self.compared(names, values, exactly, expected)
+        if exactly is expected:
+            return [numerics.Verdict(None, None, one.budget_fraction) for one in verdicts]
+        return verdicts
+
+
+@dataclass
+class Model(Made):
+    """Passes of language models of one size, of logits (batch, context, vocabulary).
+
+    A twin is a copy that was made before the first call.
     """
 
     def __post_init__(self):
         batch, context, vocabulary = self.grad_outs[0].shape
-        self.tensors = [
-            torch.randint(vocabulary, (batch, context), device=self.device.kind) for _ in range(2)
-        ]
-        self.before: dict[tuple[str, str], Tensors] = {}
+        shape = (2, batch, context)  # tokens, and targets
+        self.tensors = [torch.randint(vocabulary, shape, device=self.device.kind)]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return numerics.tensor_dtype(self.precision)
+    def make(self, function: Callable) -> list[tuple]:
+        torch.manual_seed(0)
+        model = function(**self.options)
+        if not isinstance(model, nn.Module):
+            raise Refused(f"it must make a torch.nn.Module; got {type(model).__name__}")
+        model.to(self.device.kind)
+        number = sum(p.numel() for p in model.parameters())
+        expected = self.terms["parameters"]
+        if number != expected:
+            raise Refused(
+                f"a gated model without biases has {expected:,} parameters, not {number:,}"
+            )
+        # Steps of length 0: the weights stay those of the twins.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        twins = copy.deepcopy(model).double(), copy.deepcopy(model)
+        return [(model, optimizer), *((twin, None) for twin in twins)]
 
-    def outputs(self, impl: str) -> tuple[Tensor, ...]:
-        return tuple(out.to(self.dtype) for out in self.run(impl, "forward")())
-
-    def run(self, impl: str, name: str) -> Callable[[], Tensors]:
-        model, optimizer, _ = self._made(impl)
-        return functools.partial(self._pass, model, name, optimizer)
-
-    def _made(self, impl: str) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module]:
-        if impl not in self.live:
-            torch.manual_seed(0)
-            model = self.implementations[impl].function(**self.options)
-            if not isinstance(model, nn.Module):
-                raise Refused(f"it must make a torch.nn.Module; got {type(model).__name__}")
-            model.to(self.device.kind)
-            number = sum(p.numel() for p in model.parameters())
-            if number != self.terms["parameters"]:
-                raise Refused(
-                    f"these dimensions have {self.terms['parameters']:,} parameters, untied and "
-                    f"without biases; it has {number:,}"
-                )
-            # Steps of length 0: the weights stay those of the copy.
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-            self.live[impl] = model, optimizer, copy.deepcopy(model)
-        return self.live[impl]
-
-    def _pass(
-        self,
-        model: nn.Module,
-        name: str,
-        optimizer: torch.optim.Optimizer | None = None,
-        is_exact: bool = False,
-    ) -> Tensors:
+    def act(self, made: tuple, name: str, tensors: Tensors) -> Tensors:
         """Returns the logits of "forward", the gradients of another pass."""
-        tokens, targets = self.tensors
+        model, optimizer = made
+        if not optimizer:
+            model = copy.deepcopy(model)  # one that has kept nothing
+        dtype = next(model.parameters()).dtype
+        ((tokens, targets),) = tensors
         model.zero_grad()
-        is_cast = self.dtype == torch.bfloat16 and not is_exact
+        is_exact = dtype == torch.float64
+        is_cast = self.dtype != dtype and not is_exact
         with torch.autocast(self.device.kind, torch.bfloat16, enabled=is_cast):
             logits = model(tokens)
             if name == "forward":
-                return as_tuple(logits)
+                return as_tuple(logits if is_exact else logits.to(self.dtype))
             loss = language_model_loss(logits, targets)
         loss.backward()
         if optimizer and name == "train_step":
@@ -265,208 +295,105 @@ class WatchedModel(Watched):
             raise Refused("it must give every parameter a gradient")
         return gradients
 
-    def _verdicts(self, impl: str, name: str, values: Tensors) -> list[numerics.Verdict]:
-        *_, untouched = self._made(impl)
-        eager = self._pass(copy.deepcopy(untouched), name)
-        if name == "forward" and impl in self.before and _are_equal(self.before[impl], eager):
-            raise AssertionError("wrong: other tokens, the same logits")
-        self.before[impl] = eager
-        names = ["out" if name == "forward" else "gradient"] * len(values)
-        try:
-            exact = self._pass(in_fp64(untouched), name, is_exact=True)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # some kernels take no fp64
-            verdicts = self.compared(names, values, *2 * [_wide(eager)])
-            return [numerics.Verdict(None, None, one.budget_fraction) for one in verdicts]
-        return self.compared(names, values, _wide(exact), _wide(eager))
-
-
-def in_fp64(model: nn.Module) -> nn.Module:
-    """Returns a copy; of ours, whose kernels take no fp64, the eager model."""
-    if isinstance(model, TransformerLM):
-        plain = TransformerLM(
-            model.config, max_context=model.max_context, device=next(model.parameters()).device
-        )
-        plain.load_state_dict(model.state_dict())
-        return plain.double()
-    return copy.deepcopy(model).double()
-
 
 class StepFunction:
     """A function of AdamW's step as an optimizer, which holds its state."""
 
     def __init__(self, function: Callable, params: Sequence[Tensor], **options):
-        self.function = function
-        self.params = params
-        self.options = options
+        self.function = functools.partial(function, **options)
         self.moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+        self.params = params
         self.num_steps = 0
 
     @torch.no_grad()
     def step(self) -> None:
         self.num_steps += 1
         grads = [p.grad for p in self.params]
-        self.function(self.params, grads, *self.moments, self.num_steps, **self.options)
+        self.function(self.params, grads, *self.moments, self.num_steps)
 
 
 @dataclass
-class WatchedOptimizer(Watched):
-    """AdamW's step on fp32 parameters, each implementation's own, and on gradients that all share.
-
-    They are held to PyTorch's in fp64, after as many steps on the same gradients.
-    """
+class Optimizer(Made):
+    """AdamW's step on fp32 parameters, each implementation's own; the twins are PyTorch's."""
 
     is_in_place = True
+    first_pass = "step"
     num_judged = 5
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.renew()
+    def make(self, function: Callable) -> list[tuple]:
+        place = fp64_device(self.device.kind)
+        starts = draw(self.device.kind, "fp32", *(x.shape for x in self.tensors))
+        made = []
+        for optimizer, like in (
+            (function, {}),
+            (torch.optim.AdamW, {"device": place, "dtype": torch.float64}),
+            (torch.optim.AdamW, {}),
+        ):
+            params = [nn.Parameter(x.to(copy=True, **like)) for x in starts]
+            made.append((params, optimizer(params, **ADAMW)))
+        return made
 
-    def renew(self) -> None:
-        super().renew()
-        self.gradients = [x.clone() for x in self.tensors]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    def outputs(self, impl: str) -> Tensors:
-        return self.run(impl, "step")()
-
-    def run(self, impl: str, name: str) -> Callable[[], Tensors]:
-        params, optimizer, steps, _ = self._made(impl)
-
-        def step() -> Tensors:
-            steps.append(self.gradients)
-            optimizer.step()
-            return params
-
-        return step
-
-    def _made(self, impl: str) -> tuple[list, torch.optim.Optimizer, list, dict]:
-        """Returns its parameters, the optimizer, the gradients of the steps that PyTorch's have not
-        made, and these by their decay, in fp64 and fp32.
-
-        A course decays after the update, PyTorch before it: either is AdamW.
-        """
-        if impl not in self.live:
-            shapes = [x.shape for x in self.tensors]
-            starts = [0.02 * x for x in draw(self.device.kind, "fp32", *shapes)]
-            place = fp64_device(self.device.kind)
-
-            def copied(**dtype: Any) -> list[nn.Parameter]:
-                return [nn.Parameter(x.to(copy=True, **dtype)) for x in starts]
-
-            params = copied()
-            for p, grad in zip(params, self.tensors, strict=True):
-                p.grad = grad
-            optimizer = self.implementations[impl].function(params, **ADAMW)
-            held_to = {}
-            for decay in (ADAMW["weight_decay"], 0):
-                options = ADAMW | {"weight_decay": decay}
-                sides = copied(device=place, dtype=torch.float64), copied()
-                held_to[decay] = [torch.optim.AdamW(side, **options) for side in sides]
-            self.live[impl] = params, optimizer, [], held_to
-        return self.live[impl]
-
-    @torch.no_grad()
-    def _verdicts(self, impl: str, name: str, values: Tensors) -> list[numerics.Verdict]:
-        *_, steps, held_to = self._made(impl)
-        for decay, pair in held_to.items():
-            for gradients, optimizer in itertools.product(steps, pair):
-                params = optimizer.param_groups[0]["params"]
-                for p, grad in zip(params, gradients, strict=True):
-                    p.grad = grad.to(p)
-                optimizer.step()
-                if not decay:
-                    torch._foreach_mul_(params, 1 - ADAMW["lr"] * ADAMW["weight_decay"])
-        steps.clear()
-        failure = None
-        for pair in held_to.values():
-            sides = (_wide(one.param_groups[0]["params"]) for one in pair)
-            try:
-                return self.compared(["out"] * len(values), values, *sides)
-            except AssertionError as error:
-                failure = error
-        raise failure
+    def act(self, made: tuple, name: str, tensors: Tensors) -> Tensors:
+        """Returns the parameters after a step on these gradients."""
+        params, optimizer = made
+        for p, grad in zip(params, tensors, strict=True):
+            p.grad = grad.to(p)
+        optimizer.step()
+        return params
 
 
 # ---- the operation of a case ---------------------------------------------------------------------
 
 
-def new_model(device: Device, parameters: dict) -> WatchedModel:
-    """Returns the passes of a language model of a case's dimensions."""
-    config = model_of(parameters)
-    batch, context, precision = (parameters[name] for name in ("batch", "context", "precision"))
-    shape = (batch, context, config.vocab_size)
-    number = accounting.num_parameters(config)
-    size = (config, batch, context)
-    return WatchedModel(
-        device,
-        precision,
-        inputs={},
-        grad_outs=[torch.empty(shape, dtype=numerics.tensor_dtype(precision), device=device.kind)],
-        formula=None,
-        costs={
-            name: {"flops": accounting.phase_flops(*size, name, causal=False)}
-            for name in MODEL_PASSES
-        },
-        terms={"out": config.d_ff, "gradient": batch * context, "parameters": number},
-        implementations=IMPLEMENTATIONS["model"],
-        baseline="ours",
-        options={
-            "vocab_size": config.vocab_size,
-            "context_length": context,
-            "d_model": config.d_model,
-            "num_layers": config.num_layers,
-            "num_heads": config.num_heads,
-            "d_ff": config.d_ff,
-            "rope_theta": config.rope_theta,
-        },
-        method="window",
-        num_warmup=parameters["warmup"],
-        num_rounds=parameters["steps"],
-    )
-
-
-def model_of(parameters: dict) -> ModelConfig:
-    """Returns the model of a case's dimensions."""
-    sizes = (parameters[name] for name in ("d_model", "d_ff", "layers", "heads"))
-    return ModelConfig("bench", "a case's dimensions", *sizes)
-
-
-def new_optimizer(device: Device, parameters: dict) -> WatchedOptimizer:
-    """Returns AdamW's step on a matrix, a vector as long as its rows and one as its columns."""
-    rows, columns = parameters["rows"], parameters["columns"]
-    grads = draw(device.kind, "fp32", (rows, columns), (columns,), (rows,))
-    taken = ["params"]
-    if parameters["operation"] == "adamw":
-        taken += ["grads", "exp_avgs", "exp_avg_sqs", "step"]
-    num_bytes = ADAMW_BYTES * sum(x.numel() for x in grads)
-    return WatchedOptimizer(
-        device,
-        "fp32",
-        inputs={},
-        grad_outs=grads,
-        formula=None,
-        costs={"step": {"num_bytes": num_bytes}},
-        terms={"out": 1},
-        implementations=IMPLEMENTATIONS["optimizer"],
-        baseline="ours",
-        options=dict.fromkeys([*taken, *ADAMW]),
-        method="flush",
-    )
-
-
 def watched(device: Device, parameters: dict) -> Watched:
     """Returns the operation of a case, which is attention where it names none."""
     operation = parameters.get("operation", "attention")
+    precision = parameters["precision"]
+    given = {"device": device, "precision": precision, "inputs": {}, "formula": None}
     if operation == "model":
-        return new_model(device, parameters)
+        sizes = {name: parameters[name] for name in MODEL}
+        config = ModelConfig("bench", "a case's", **sizes)
+        batch, context = parameters["batch"], parameters["context_length"]
+        logits = (batch, context, config.vocab_size)
+        work = (
+            accounting.phase_flops(config, batch, context, name, causal=False)
+            for name in MODEL_PASSES
+        )
+        taken = {"vocab_size": config.vocab_size, "rope_theta": config.rope_theta}
+        return Model(
+            **given,
+            grad_outs=[
+                torch.empty(logits, dtype=numerics.tensor_dtype(precision), device=device.kind)
+            ],
+            costs={name: {"flops": flops} for name, flops in zip(MODEL_PASSES, work, strict=True)},
+            terms={
+                "out": config.d_ff,
+                "gradient": batch * context,
+                "parameters": accounting.num_parameters(config),
+            },
+            implementations=IMPLEMENTATIONS["model"],
+            baseline="ours",
+            options={**sizes, **taken, "context_length": context},
+            method="window",
+            num_warmup=parameters["warmup"],
+            num_rounds=parameters["steps"],
+        )
     if operation in ("adamw", "optimizer"):
-        return new_optimizer(device, parameters)
+        rows, columns = parameters["rows"], parameters["columns"]
+        grads = draw(device.kind, "fp32", (rows, columns), (columns,))
+        names = ["params"]
+        if operation == "adamw":
+            names += ["grads", "exp_avgs", "exp_avg_sqs", "step"]
+        return Optimizer(
+            **given,
+            grad_outs=grads,
+            costs={"step": {"num_bytes": ADAMW_BYTES * (rows + 1) * columns}},
+            terms={"out": 1},
+            implementations=IMPLEMENTATIONS["optimizer"],
+            baseline="ours",
+            options=dict.fromkeys([*names, *ADAMW]),
+            method="flush",
+        )
     new = new_attention if operation == "attention" else row_operation
     return Watched(**vars(new(device, parameters)) | {"baseline": "ours"})
 
