@@ -6,7 +6,9 @@ import functools
 import importlib.metadata
 import itertools
 import linecache
+import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -14,14 +16,14 @@ import unittest.mock
 from pathlib import Path
 from typing import ClassVar
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from chapters import CPU, on_a_cpu
 
-import labkit
 from labkit.configs import ModelConfig, RequestError
-from labkit.experiments import bench, operations, sweep, watched
+from labkit.experiments import bench, operations, watched
 from labkit.experiments.contest import Implementation
 from labkit.kernels import course
 from labkit.models.transformer import TransformerLM
@@ -301,6 +303,10 @@ def test_what_is_made_honestly_passes(monkeypatch):
 TUTORIAL = Path(__file__).parent / "fixtures" / "tutorial_attention.py"
 SOURCE = """
 import os
+import torch.nn.functional as F
+
+def wrapped(q, k, v, *, causal):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 def ends_the_process(q, k, v, *, causal):
     os._exit(3)
@@ -326,19 +332,35 @@ def of_a_cell(name: str):
     return namespace[name]
 
 
-def check_ranked(monkeypatch, tmp_path, **options) -> None:
-    monkeypatch.setattr(sweep, "MAX_REPEATS", 0)
-    file = tmp_path / "mine.py"
-    file.write_text(SOURCE)
-    functions = (f"{TUTORIAL}:attention", of_a_cell("wrapped"), f"{file}:ends_the_process")
-    options |= {"against": "sdpa,ours,eager", "output": str(tmp_path)}
-    frame = labkit.bench(*functions, op="attention", **options)
+RANK = """
+import sys
+import labkit
+from labkit.experiments import sweep
+
+if __name__ == "__main__":
+    sweep.MAX_REPEATS = 0
+    *functions, shape, precision, output = sys.argv[1:]
+    options = {"shape": shape, "precision": precision, "output": output}
+    frame = labkit.bench(*functions, op="attention", against="sdpa,ours,eager", **options)
+    frame.to_pickle(f"{output}/frame")
+"""
+
+
+def check_ranked(tmp_path, shape: str, precision: str, **environment: str) -> None:
+    names = {"mine.py": SOURCE, "rank.py": RANK}
+    mine, script = (tmp_path / name for name in names)
+    for path, text in zip((mine, script), names.values(), strict=True):
+        path.write_text(text)
+    functions = (f"{TUTORIAL}:attention", f"{mine}:wrapped", f"{mine}:ends_the_process")
+    # In a process of its own, whose workers interpret kernels where it does.
+    command = [sys.executable, script, *functions, shape, precision, tmp_path]
+    subprocess.run(command, env={**os.environ, **environment}, check=True)
+    frame = pd.read_pickle(tmp_path / "frame")
     frame["name"] = frame["implementation"].str.split("@").str[0]
     status = dict(zip(frame["name"] + " " + frame["pass"], frame["status"], strict=True))
-    failed = {"ends_the_process": "error"}
     assert len(frame) == 12
     for phase, found in status.items():
-        assert found == failed.get(phase.split(" ")[0], "ok")
+        assert found == ("error" if phase.startswith("ends_the_process") else "ok")
     ranked = frame[frame["status"] == "ok"]
     for _, rows in ranked.groupby("pass"):
         assert rows["median_ms"].is_monotonic_increasing and (rows["ratio_to_ours"] > 0).all()
@@ -350,15 +372,19 @@ def check_ranked(monkeypatch, tmp_path, **options) -> None:
     assert not list(tmp_path.glob("*/records"))
 
 
-def test_honest_functions_are_ranked_and_one_that_crashes_harms_no_other(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    check_ranked(monkeypatch, tmp_path, shape="1x1x128x16")
+def test_honest_functions_are_ranked_and_one_that_crashes_harms_no_other(tmp_path):
+    check_ranked(tmp_path, "1x1x128x16", "fp32", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.gpu
-def test_honest_functions_are_ranked_on_cuda(monkeypatch, tmp_path):
-    check_ranked(monkeypatch, tmp_path, shape="1x16x2048x64", precision="bf16")
+def test_honest_functions_are_ranked_on_cuda(tmp_path):
+    check_ranked(tmp_path, "1x16x2048x64", "bf16")
+
+
+def test_a_function_of_a_cell_is_kept_without_what_the_cell_calls(tmp_path):
+    function = bench._load(bench._entrant(of_a_cell("wrapped"), tmp_path))
+    q = torch.randn(1, 1, 4, 8)
+    assert torch.equal(function(q, q, q, causal=True), right(q, q, q, True))
 
 
 @on_cpu
