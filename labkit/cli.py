@@ -548,9 +548,12 @@ def profile(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Option(help="What it computes: attention, layer_norm, swiglu, …")],
+    op: Annotated[
+        str, typer.Option(help="attention, swiglu, …; adamw, optimizer, model, data_parallel.")
+    ],
     functions: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE.py:NAME]...", help="Without: the rivals.")
+        list[str] | None,
+        typer.Argument(metavar="FILE.py:NAME", help="Functions or classes; none: the rivals."),
     ] = None,
     shape: Annotated[
         str,
@@ -572,7 +575,7 @@ def bench(
 ) -> None:
     """Hold functions of your own to fp64 and time them in turn with labkit's and others'.
 
-    They are what the operation's formula takes: f(q, k, v, causal=…) of attention. adamw: f(params,
+    A function takes what the operation's formula takes: f(q, k, v, causal=…). adamw: f(params,
     grads, exp_avgs, exp_avg_sqs, step, lr=…, betas=…, eps=…, weight_decay=…), in place. optimizer:
     a class C(params, lr=…, …) with step(). model: C(vocab_size=…, context_length=…, d_model=…,
     num_layers=…, num_heads=…, d_ff=…, rope_theta=…). data_parallel: C(module), and where it has one
