@@ -21,7 +21,8 @@ What a function must be, by operation:
 - model: a class or function that makes a Module, C(vocab_size=…, context_length=…, d_model=…,
   num_layers=…, num_heads=…, d_ff=…, rope_theta=…), of logits (batch, context, vocabulary) from
   tokens (batch, context). Its number of parameters is that of untied embeddings, no biases and a
-  gated feed-forward layer; its results are held to a copy of itself in fp64.
+  gated feed-forward layer; its results are held to a copy of itself, in fp64 where it runs in
+  that, and so it has no dropout.
 - data_parallel: a class, C(module), that is called as the module is. Its method
   finish_gradient_synchronization(), where it has one, is called after each backward pass, and its
   argument bucket_size_mb, where it has one, is 100. Gradients must be averages over the ranks.
@@ -236,9 +237,9 @@ def _attention_call(
     (entrant,) = case.entrants
     function = _load(entrant)
     IMPLEMENTATIONS["attention"][entrant.label] = Implementation(function)
-    problem = watched(device, {**case.parameters, "heads": 1, "causal": False})
+    shape = {**case.parameters, "heads": 1, "causal": False}
     for name in ("forward", "forward_backward"):
-        problem.judge(entrant.label, name)
+        watched(device, shape).judge(entrant.label, name)
     attention.enter(entrant.label, functools.partial(function, causal=False))
     yield from attention.run_case(case, ceilings)
 
@@ -338,23 +339,21 @@ class OwnSession(Session):
         for case in self.cases:
             parameters = case.parameters
             phases = case.phases
-            if case.section in OWN_SECTIONS:
-                if parameters.get("operation", "attention") != operation:
-                    continue
-                if parameters.get("timed", IN_TURN) != IN_TURN:
-                    continue
-                if "impl" in parameters:
-                    parameters = parameters | {"impl": entrant.label}
-                else:
-                    # A backward pass alone has the inputs of a forward pass before it.
-                    names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
-                    phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
-            elif case.section not in SESSION_SECTIONS:
+            computed = parameters.get("operation", "attention")
+            is_alone = parameters.get("timed", IN_TURN) != IN_TURN
+            if case.section not in OWN_SECTIONS or computed != operation or is_alone:
                 continue
+            if "impl" in parameters:
+                parameters = parameters | {"impl": entrant.label}
+            else:
+                # A backward pass alone has the inputs of a forward pass before it.
+                names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
+                phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
             limits = {"timeout_s": case.timeout_s, "time_limit_s": case.time_limit_s}
             own_case = BenchCase(case.section, parameters, phases, **limits, entrants=(entrant,))
             cases[case.section, str(parameters)] = own_case
-        self.cases = [*cases.values()]
+        always = [case for case in self.cases if case.section in SESSION_SECTIONS]
+        self.cases = [*always, *cases.values()]
 
 
 def bench(
