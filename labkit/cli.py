@@ -18,6 +18,7 @@ from labkit.configs import (
     AUTO_PROFILE,
     FIGURES,
     GPU_WAYS,
+    OWN,
     PRECISIONS,
     REFERENCE_DEVICE,
     STEP_WAYS,
@@ -116,7 +117,8 @@ def run(
         typer.Option(
             "-p",
             metavar="KEY=VALUE",
-            help="Set a notebook parameter, e.g. -p sizes=small,medium. Repeatable.",
+            help="Set a notebook parameter, e.g. -p sizes=small,medium, or in chapters 05, 06 "
+            "and 08 own=FILE.py:NAME, a function of yours. Repeatable.",
         ),
     ] = None,
     fresh: Annotated[
@@ -147,11 +149,17 @@ def run(
     names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
     device = detect()
     options = dict(assignment.partition("=")[::2] for assignment in parameter or [])
+    own = options.get("own", "")
+    narrowed = {key: value for key, value in options.items() if key != "own"}
     rounds = [chosen_profile(profile, device.default_profile)]
     if profile == AUTO_PROFILE and device.kind == "cuda" and not options and not fresh:
         rounds = ["quick", *rounds]
     for name in names:
-        notebooks.narrowing(name, rounds[-1], options)
+        notebooks.narrowing(name, rounds[-1], narrowed if name in OWN else options)
+        if own:
+            from labkit.experiments.bench import OwnSession, own_entrant
+
+            own_entrant(name, own)
     root = _writable(output)
     folders = {name: root / measured_by(name).slug for name in names}
     # Fails now, not after hours of measuring, if the report could not read something.
@@ -162,17 +170,11 @@ def run(
     start = time.monotonic()
     planned: set[tuple[str, ...]] = set()
     for round_profile in rounds:
-        sessions = [
-            sweep.Session(
-                name,
-                device=THIS_DEVICE,
-                profile=round_profile,
-                output=root,
-                fresh=fresh,
-                options=options,
-            )
-            for name in names
-        ]
+        settings = {"device": THIS_DEVICE, "profile": round_profile, "output": root}
+        settings |= {"fresh": fresh, "options": narrowed}
+        sessions = [sweep.Session(name, **settings) for name in names]
+        if own:
+            sessions += [OwnSession(name, own, **settings) for name in names]
         if dry_run:
             _print_plan(round_profile, sessions, planned)
             continue
@@ -184,7 +186,7 @@ def run(
             kept = "Finished measurements are recorded; the same command goes on from there."
             print(f"\nInterrupted. {kept}", file=sys.stderr)
             sys.exit(INTERRUPTED)
-        _write_report(device, output, folders, start)
+        _write_report(device, output, folders, start, dict.fromkeys(names, own) if own else {})
 
 
 def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[str, ...]]) -> None:
@@ -218,7 +220,11 @@ def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[
 
 
 def _write_report(
-    device: "Device", output: Path | None, folders: Mapping[str, Path], start: float
+    device: "Device",
+    output: Path | None,
+    folders: Mapping[str, Path],
+    start: float,
+    own: Mapping[str, str],
 ) -> None:
     """Executes the notebooks, writes the report and says what came out; exits with 1 where a part
     failed.
@@ -235,6 +241,7 @@ def _write_report(
             top_level=device.slug == REFERENCE_DEVICE,
             html=True,
             by_papermill=True,
+            own=own,
         )
     except (RequestError, notebooks.NotebookError, records.RecordError) as error:
         failures["report"] = f"no report: {error}"
@@ -542,29 +549,50 @@ def profile(
 
 @app.command()
 def bench(
-    functions: Annotated[list[str], typer.Argument(metavar="FILE.py:NAME...")],
-    op: Annotated[str, typer.Option(help="What it computes: attention, layer_norm, swiglu, …")],
+    op: Annotated[
+        str, typer.Option(help="attention, swiglu, …; adamw, optimizer, model, data_parallel.")
+    ],
+    functions: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE.py:NAME", help="Functions or classes; none: the rivals."),
+    ] = None,
     shape: Annotated[
-        str, typer.Option(help="1x16x4096x64 (batch, heads, length, d_head); else 8192x4096.")
+        str,
+        typer.Option(
+            help="1x16x4096x64 (batch, heads, length, d_head) of attention; 4x512x768x3072x12x12 "
+            "(batch, context, d_model, d_ff, layers, heads) of model; 4x512x2 (batch, context, "
+            "ranks) of data_parallel; else 8192x4096 (rows, columns)."
+        ),
     ] = "",
     against: Annotated[
         str, typer.Option(help="Its rivals: sdpa_cudnn,fa3,ours. Default: ours and the usual ones.")
     ] = "",
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the tensors.")] = "fp32",
     causal: Annotated[bool, typer.Option(help="Whether attention has a causal mask.")] = True,
+    warmup: Annotated[int, typer.Option(help="Of a model: untimed calls.")] = 5,
+    steps: Annotated[int, typer.Option(help="Of a model: timed calls.")] = 10,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for one pass of all.")] = 300,
     output: OutputOption = None,
 ) -> None:
-    """Hold functions of your own to fp64 and time them in turn with labkit's and others'."""
+    """Hold functions of your own to fp64 and time them in turn with labkit's and others'.
+
+    A function takes what the operation's formula takes: f(q, k, v, causal=…). adamw: f(params,
+    grads, exp_avgs, exp_avg_sqs, step, lr=…, betas=…, eps=…, weight_decay=…), in place. optimizer:
+    a class C(params, lr=…, …) with step(). model: C(vocab_size=…, context_length=…, d_model=…,
+    num_layers=…, num_heads=…, d_ff=…, rope_theta=…). data_parallel: C(module), and where it has one
+    finish_gradient_synchronization().
+    """
     from labkit.experiments import bench as contest
 
     frame = contest.bench(
-        *functions,
+        *(functions or []),
         op=op,
         shape=shape,
         against=against,
         precision=precision,
         causal=causal,
+        warmup=warmup,
+        steps=steps,
         output=str(_writable(output)),
         timeout_s=timeout,
     )

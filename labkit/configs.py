@@ -26,6 +26,9 @@ ALL_DEVICES = ("07_distributed",)
 "2x-nvidia-h200".
 """
 
+OWN = ("05_attention", "06_flash_attention", "08_siglip2")
+"""Notebooks whose parameter `own` names a function of the user's, which joins their contests."""
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 IS_CLONE = (REPOSITORY / "pyproject.toml").is_file()
 """Whether this is a clone of the repository, not an installed wheel."""

@@ -33,22 +33,31 @@ def open_chapter(
     fresh: bool = False,
     output: str = "",
     save_figures: bool = False,
+    own: str = "",
     **options: Any,
 ) -> Chapter:
     """Returns a notebook's chapter; with `measure`, measures first what is not recorded yet.
 
-    Args and Raises: as `experiments.sweep.Session`; save_figures: as Chapter. Without `measure`,
-    `device` is any that has records.
+    Args and Raises: as `experiments.sweep.Session`; save_figures: as Chapter; own: as
+    `experiments.bench.OwnSession`, "" for none. Without `measure`, `device` is any that has
+    records.
     """
     for name, flag in {"measure": measure, "fresh": fresh}.items():
         # The text "false", which papermill passes on, would count as true.
         if not isinstance(flag, bool):
             raise RequestError(f"{name} must be True or False, not {flag!r}")
+    label = ""
+    if own:
+        # With PyTorch, which the other parts do not need.
+        from labkit.experiments.bench import OwnSession, own_entrant
+
+        label = own_entrant(notebook, own)[1].label
     if measure:
-        session = Session(
-            notebook, device=device, profile=profile, output=output, fresh=fresh, options=options
-        )
+        settings = {"device": device, "profile": profile, "output": output, "fresh": fresh}
+        session = Session(notebook, **settings, options=options)
         session.run()
+        if own:
+            OwnSession(notebook, own, **settings, options=options).run()
         device = session.device.slug
     else:
         device = slug_of(device)
@@ -57,7 +66,7 @@ def open_chapter(
         except RequestError as error:
             how = f'to measure this machine, set measure = True and device = "{THIS_DEVICE}"'
             raise RequestError(f"{error}; {how}") from None
-    return Chapter(notebook, device=device, output=output, save_figures=save_figures)
+    return Chapter(notebook, device=device, output=output, save_figures=save_figures, own=label)
 
 
 def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import guard
-from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, Grid, RequestError, model_config
+from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, OWN, Grid, RequestError, model_config
 
 # Where jsonschema, which nbformat imports, finds this package, it takes four seconds to build 38
 # grammars of addresses.
@@ -93,6 +93,8 @@ def narrowing(name: str, profile: str, options: Mapping[str, Any]) -> dict[str, 
     for key, value in options.items():
         if key not in accepted:
             names = ", ".join(accepted) or "none"
+            if name in OWN:
+                names += ", and own=FILE.py:NAME for a function of yours"
             raise RequestError(f"unknown parameter {key!r} of {name}; accepted: {names}")
         wanted = listed(key, value)
         if key == "sizes":

@@ -184,7 +184,8 @@ def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeyp
 
 def test_what_no_graph_holds_is_timed_call_by_call_beside_the_baseline(monkeypatch):
     replayed, error = {"ours", "flex"}, RuntimeError("not permitted when stream is capturing")
-    operation = types.SimpleNamespace(device=Device("cuda", "a GPU", "a-gpu"), rounds=range)
+    gpu = Device("cuda", "a GPU", "a-gpu")
+    operation = types.SimpleNamespace(device=gpu, rounds=range, method="graph", num_warmup=1)
 
     def compare(calls, *, method, baseline, **_):
         if method == "graph" and not set(calls) <= replayed:

@@ -39,8 +39,11 @@ def test_ours_in_memory_is_what_auto_ran_at_the_next_shorter_length():
 
 @pytest.mark.slow
 def test_the_smoke_profile_runs_through(tmp_path):
-    narrowed = {"lengths": [128], "d_heads": [16]}
+    file = tmp_path / "own.py"
+    file.write_text("from labkit.kernels.course import attention as mine\n")
+    narrowed = {"lengths": [128], "d_heads": [16, 64], "own": f"{file}:mine"}
     folder, _ = execute_smoke("06_flash_attention", tmp_path, **narrowed)
+    assert "yours: mine" in (folder / "06_lengths.svg").read_text()
     records = recorded("06_flash_attention", folder)
     assert {record.status for record in records} == {"ok", "skipped"}
     speed = [one for one in records if one.section == "speed" and one.status == "ok"]

@@ -59,7 +59,7 @@ def kernel(impl, ratio=1.0, low=None):
 )
 def test_a_kernel_stands_beside_its_peers_with_the_span_where_sessions_differ(ratio, low, text):
     rows = [kernel("ours"), kernel("compiled", ratio, low), kernel("liger", 1.8), kernel("quack")]
-    assert report.kernels_table(frame(*rows)).to_numpy().tolist() == [
+    assert report.kernels_table(frame(*rows), {}).to_numpy().tolist() == [
         ["rms_norm 100×2,560", "2.00", "91", text, "level"]
     ]
 

@@ -10,7 +10,7 @@ at few lengths).
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ _NODES = {
 FORMULAS = {"eager": attention_reference, "course": course.attention}
 """On three dimensions as they are; SDPA's kernels take four."""
 
+
+def enter(label: str, function: Callable) -> None:
+    """Adds an implementation of four dimensions to those that this process knows."""
+    FORMULAS[label] = function
+    _NODES[label] = ""  # any
+
+
 LARGEST_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 """Relative error against fp64 above which a result is wrong, not imprecise: several times what the
 precision's rounding of every product gives (2⁻²⁴, 2⁻¹¹ and 2⁻⁹ an operand). Its time is then no
@@ -115,8 +122,8 @@ class AttentionCall:
     """The live objects of one case: q, k, v and the gradient of the output, all (batch, length,
     d_head), and the mask.
 
-    "compiled_heads" alone has one head in front of the length, which lets the compiler recognise
-    attention.
+    "compiled_heads", which lets the compiler recognise attention, and what is entered have one head
+    in front of the length.
 
     Raises Skip for what cannot run here, ValueError for an unknown implementation.
     """
@@ -130,7 +137,7 @@ class AttentionCall:
         self.is_compiled = self.impl.startswith("compiled")
         empty_cache(device)
         numerics.set_precision(parameters["precision"])
-        heads = [1] if self.impl == "compiled_heads" else []
+        heads = [1] if self.impl == "compiled_heads" or not _NODES[self.impl] else []
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
         *self.inputs, self.grad_out = draw(device.kind, parameters["precision"], *4 * [shape])
         for x in self.inputs:

@@ -1,4 +1,4 @@
-"""`labkit bench`: anyone's function in the contests that chapters 05, 06 and 08 share.
+"""`labkit bench`: anyone's function in the contests that chapters 05 to 08 share.
 
 It is watched, in the worker process, before and while it is timed. Refused by name are
 
@@ -6,87 +6,124 @@ It is watched, in the worker process, before and while it is timed. Refused by n
 - an output in the memory of an input, and an input that is changed,
 - work that goes on after the call has returned, on another stream or thread,
 - calls that write nothing while they are timed, such as kernels that a CUDA graph drops,
+- gradients that are not the ranks' averages, on other tokens, after the timing,
 - a time below the roofline's floor.
+
+What a function must be, by operation:
+
+- attention: f(q, k, v, causal=…) of (batch, heads, length, d_head), differentiable.
+- rms_norm, layer_norm, swiglu, rotary, cross_entropy, linear_cross_entropy, gelu_mlp: a function of
+  the tensors that the formula takes, see `operations`; differentiable.
+- optimizer: a class, C(params, lr=…, betas=…, eps=…, weight_decay=…), whose step() is AdamW's.
+- adamw: f(params, grads, exp_avgs, exp_avg_sqs, step, lr=…, betas=…, eps=…, weight_decay=…), which
+  updates lists of fp32 tensors in place; `step` counts from 1.
+  Both are held to fp64 over all their steps.
+- model: a class or function that makes a Module, C(vocab_size=…, context_length=…, d_model=…,
+  num_layers=…, num_heads=…, d_ff=…, rope_theta=…), of logits (batch, context, vocabulary) from
+  tokens (batch, context). Its number of parameters is that of untied embeddings, no biases and a
+  gated feed-forward layer; its results are held to a copy of itself, in fp64 where it runs in
+  that, and so it has no dropout.
+- data_parallel: a class, C(module), that is called as the module is. Its method
+  finish_gradient_synchronization(), where it has one, is called after each backward pass, and its
+  argument bucket_size_mb, where it has one, is 100. Gradients must be averages over the ranks.
 
 The function shares the process and could change labkit itself: this finds mistakes and cheats in a
 kernel, and is no guard against hostile code. One that hangs or crashes ends its own contest; the
 others are measured again without it.
 
-Records go to <output>/<device>/bench/, which no chapter reads. A function is recorded as NAME@HASH,
-the first digits of the SHA-256 of the file that holds it.
+Records go to <output>/<device>/bench/. A function is recorded as NAME@HASH, the first digits of the
+SHA-256 of the file that holds it. A chapter shows what its parameter `own` names, and no other.
 """
 
 import ast
+import copy
 import functools
 import hashlib
 import importlib.util
 import inspect
 import math
 import multiprocessing
-import secrets
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import nn
 
 from labkit import numerics
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError
 from labkit.device import Device, detect
+from labkit.experiments import attention, distributed
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import (
-    ContestCase,
-    Implementation,
-    Operation,
-    Tensors,
-    contest_section,
-)
-from labkit.experiments.operations import (
-    DEFINITIONS,
-    HEAD,
-    IMPLEMENTATIONS,
-    SHAPE,
-    new_attention,
-    row_operation,
-)
+from labkit.experiments.contest import IN_TURN, ContestCase, Implementation, contest_section
+from labkit.experiments.operations import DEFINITIONS, HEAD, IMPLEMENTATIONS, SHAPE
 from labkit.experiments.sections import run_section
+from labkit.experiments.shared_step import WAYS, Way, steps_rank
 from labkit.experiments.sweep import (
     Case,
+    Measured,
     PhaseRun,
     Progress,
     Refused,
     Session,
     measuring_lock,
 )
-from labkit.measure.timing import synchronize
-from labkit.records import SESSION_SECTION, Record, newest, to_frame
+from labkit.experiments.watched import MODEL, MODEL_PASSES, StepFunction, spread, watched
+from labkit.models.transformer import language_model_loss
+from labkit.parallel.launch import rank_device
+from labkit.records import SESSION_SECTION, SESSION_SECTIONS, Record, newest, to_frame
 
 __all__ = ["MEASUREMENT_VERSION", "bench", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 
+DATA_PARALLEL = {
+    "ours": "bucketed 100 MB",
+    **{way: way for way in ("alone", "naive", "flat", "overlapped", "ddp")},
+}
+"""What the rivals of a wrapper are called in chapter 07."""
+
+RIVALS = {
+    **IMPLEMENTATIONS,
+    "adamw": IMPLEMENTATIONS["optimizer"],
+    "data_parallel": DATA_PARALLEL,
+}
+"""By operation and name."""
+
 # The first kernel is a lesson, and its case is given in other words.
-OPERATIONS = [name for name in IMPLEMENTATIONS if name != "weighted_sum"]
+OPERATIONS = [name for name in RIVALS if name != "weighted_sum"]
+
+USUAL = {
+    "attention": "sdpa,sdpa_cudnn,fa3,ours",
+    "model": "eager,sdpa,ours",
+    "adamw": "torch,course,ours",
+    "optimizer": "torch,course,ours",
+    "data_parallel": "alone,naive,ddp,ours",
+}
+"""By operation the rivals where none are named."""
+
+PASSES = {name: definition.passes for name, definition in DEFINITIONS.items()} | {
+    "adamw": ("step",),
+    "optimizer": ("step",),
+    "data_parallel": ("step",),
+    "model": MODEL_PASSES,
+}
+"""By operation, of all but attention."""
+
+LARGEST_DEVIATION = 1e-3
+"""Of a gradient from the ranks' average, relative: sums in another order are off by 1e-6."""
+
+START_S = 30
+"""Seconds beyond the limit that ranks have to start."""
 
 LEAST_ROWS = 128
 """Rows, or positions, of the smallest case: on fewer, chance alone may take an honest result out of
 its budget. Of 300 draws none took three quarters of it at 64, and eight of 60 went beyond at 32.
 """
-
-LARGEST_CACHE = 2**28
-"""Bytes below which a call may stay in a cache, and have no floor by the memory's rate."""
-
-CEILING_MARGIN = 2
-"""How much faster than the session's ceiling a call may be: on a busy machine that is too low. None
-is ever faster than the datasheet.
-"""
-
-LATE_S = 0.3
-"""How long a wrong result is waited for, to tell a late one."""
 
 
 @dataclass(frozen=True)
@@ -105,175 +142,121 @@ class BenchCase(ContestCase):
     entrants: tuple[Entrant, ...] = ()
 
 
-# ---- what is watched -----------------------------------------------------------------------------
-
-
-@dataclass
-class Watched(Operation):
-    """An operation with other inputs at every round, which watches what its implementations do.
-
-    Attributes:
-        kept: the last outputs by (implementation, pass); a CUDA graph writes them again.
-        refusals: why a phase gets no time.
-    """
-
-    kept: dict[tuple[str, str], Tensors] = field(default_factory=dict)
-    refusals: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self):
-        super().__post_init__()
-        tensors = (*self.inputs.values(), *self.others, *self.grad_outs)
-        self.tensors = [x for x in tensors if isinstance(x, Tensor)]
-
-    def renew(self) -> None:
-        """Moves the numbers of every tensor to other places in it, which nobody can foresee."""
-        self.__dict__.pop("expected", None)
-        for x in self.tensors:
-            values = x.data.flatten().roll(1 + secrets.randbelow(x.numel()))
-            # As data: autograd would take it for a mistake.
-            x.data.copy_(values.view_as(x))
-
-    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
-        """Returns a pass as a function of nothing; what it gives is kept."""
-        run = super().call(impl, name)
-
-        def kept() -> Tensors:
-            self.kept[impl, name] = values = run()
-            return values
-
-        return kept
-
-    def judge(self, impl: str, name: str) -> numerics.Verdict:
-        """Returns the worst verdict on a pass.
-
-        Raises AssertionError for a wrong result, ValueError for none, Refused for one that is not
-        computed by the call, from its inputs, into memory of its own.
-        """
-        self._check_call(impl)
-        run = super().call(impl, name)
-        earlier = ()
-        for _ in range(2):
-            if self.device.kind == "cuda":
-                # The copies below wait for it. Work on another stream that does not wait reads old
-                # inputs; work that does ends after the copies.
-                torch.cuda._sleep(10**8)
-            self.renew()
-            inputs = [x.detach().clone() for x in self.tensors]
-            values = run()
-            copies = [x.detach().clone() for x in values]
-            synchronize(self.device.kind)
-            for owner, tensors in (("its inputs", self.tensors), ("an earlier call", earlier)):
-                if _storages(values) & _storages(tensors):
-                    raise Refused(f"its output lies in the memory of {owner}")
-            if not _are_equal(inputs, self.tensors):
-                raise Refused("it changes its inputs")
-            try:
-                verdict = max(self.verdicts(name, copies), key=lambda one: one.budget_fraction)
-            except AssertionError:
-                time.sleep(LATE_S)
-                if not _are_equal(copies, values):
-                    raise Refused("its work goes on after it has returned") from None
-                if earlier:
-                    raise Refused("its second result is not that of its inputs: a cache") from None
-                raise
-            _poison(values)
-            earlier = values
-        return verdict
-
-    def _check_call(self, impl: str) -> None:
-        try:
-            outs = self.outputs(impl)
-        except TypeError as error:
-            arguments = ", ".join((*self.inputs, *map(_described, self.others), *self.options))
-            raise ValueError(f"{error}; it is called with {arguments}") from None
-        got, expected = (", ".join(map(_described, values)) for values in (outs, self.grad_outs))
-        if got != expected:
-            raise ValueError(f"it must return {expected}; got {got}")
-
-    def rounds(self, num_rounds: int) -> Iterable:
-        """Returns what renews the inputs before each round, and judges what it gave after it."""
-        self.kept.clear()  # before anything of this timing is called
-        return self._rounds(num_rounds)
-
-    def _rounds(self, num_rounds: int) -> Iterator[None]:
-        for _ in range(num_rounds):
-            for values in self.kept.values():
-                _poison(values)
-            self.renew()
-            yield
-            for (impl, name), values in self.kept.items():
-                try:
-                    self.verdicts(name, values)
-                except AssertionError:
-                    reason = "its outputs are wrong, or not written, while it is timed"
-                    self.refusals[f"{impl} {name}"] = reason
-        self.kept.clear()
-
-    def confirm(self, phase: str, metrics: dict) -> None:
-        """Raises Refused for a phase that was wrong while it was timed, or faster than can be."""
-        if metrics.get("num_bytes", math.inf) < LARGEST_CACHE:
-            metrics |= {"ceiling_fraction": None, "datasheet_fraction": None}
-        reason = self.refusals.get(phase)
-        if not reason and (metrics["ceiling_fraction"] or 0) > CEILING_MARGIN:
-            reason = "its time is below the roofline's floor"
-        if reason:
-            raise Refused(reason)
-
-
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {x.untyped_storage().data_ptr() for x in tensors}
-
-
-def _are_equal(some: Tensors, others: Tensors) -> bool:
-    # What is no number equals itself.
-    return all(
-        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(some, others, strict=True)
-    )
-
-
-def _poison(tensors: Tensors) -> None:
-    """Makes every number no number, whatever its format."""
-    for x in tensors:
-        x.untyped_storage().fill_(0xFF)
-
-
-def _described(x: object) -> str:
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    # A loss may come as fp32 or as its logits do.
-    return f"{x.dtype if x.dim() else 'a loss'} {tuple(x.shape)} on {x.device.type}"
-
-
 # ---- in the worker -------------------------------------------------------------------------------
 
 
-def _problem(device: Device, parameters: dict) -> Watched:
-    new = new_attention if parameters["operation"] == "attention" else row_operation
-    return Watched(**vars(new(device, parameters)) | {"baseline": "ours"})
-
-
 def _load(entrant: Entrant) -> Callable:
-    """Returns the function; raises AttributeError where its file has none of that name."""
+    """Returns the function; raises Refused where its file has none of that name."""
     sys.path.insert(0, str(entrant.path.parent))  # for what lies beside it
     spec = importlib.util.spec_from_file_location(f"bench_{entrant.path.stem}", entrant.path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    if not hasattr(module, entrant.name):
+        raise Refused(f"{entrant.path.name} has no {entrant.name}")
     return getattr(module, entrant.name)
 
 
 def _contest(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    taken = IMPLEMENTATIONS[case.parameters["operation"]]
+    operation = case.parameters.get("operation", "attention")
+    if operation == "data_parallel":
+        arguments = case.entrants, case.parameters, case.time_limit_s
+        steps = (wrapper_rank, _measured_wrapper, device, case, *arguments)
+        yield from distributed.run_ranks(*steps)
+        return
     for entrant in case.entrants:
-        taken[entrant.label] = Implementation(_load(entrant))
-    yield from contest_section(_problem)(device, case, ceilings)
+        function = _load(entrant)
+        if operation == "adamw":
+            function = functools.partial(StepFunction, function)
+        RIVALS[operation][entrant.label] = Implementation(function)
+    yield from contest_section(watched)(device, case, ceilings)
 
 
-SECTIONS = {**CEILINGS, "contest": _contest}
+def wrapper_rank(
+    phases: Sequence[str], entrants: Sequence[Entrant], *arguments: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs chapter 07's steps on this rank, some of them under wrappers of the user's."""
+    ways = {phase.removesuffix(" step"): phase for phase in phases}
+    WAYS.update({name: WAYS[way] for name, way in DATA_PARALLEL.items()})
+    pairs = {}
+    for entrant in entrants:
+        if entrant.label in ways:
+            wrap = functools.partial(_wrapped, _load(entrant), pairs, entrant.label)
+            WAYS[entrant.label] = Way(wrap)
+    for way, seen in steps_rank(list(ways), *arguments):
+        deviation = _gradient_deviation(*pairs[way]) if way in pairs else 0.0
+        yield ways[way], seen | {"gradient_deviation": deviation}
 
 
-run_case = functools.partial(run_section, SECTIONS)
-"""Yields each phase of a case with the function that measures it. Runs in the worker process."""
+def _wrapped(wrapper: Callable, pairs: dict, label: str, module: nn.Module, **_: Any) -> nn.Module:
+    plain = copy.deepcopy(module)
+    has_buckets = "bucket_size_mb" in inspect.signature(wrapper).parameters
+    wrapped = wrapper(module, **({"bucket_size_mb": 100} if has_buckets else {}))
+    pairs[label] = wrapped, plain
+    return wrapped
+
+
+def _gradient_deviation(wrapped: nn.Module, plain: nn.Module) -> float:
+    """Returns the largest relative difference between a gradient and the ranks' average of that of
+    rank 0's parameters without a wrapper. Collective.
+    """
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    tokens = torch.randint(plain.config.vocab_size, (2, plain.max_context), generator=generator)
+    tokens = tokens.to(rank_device())
+    pairs = list(zip(wrapped.parameters(), plain.parameters(), strict=True))
+    for p, mine in pairs:
+        mine.data.copy_(p)
+        dist.broadcast(mine.data, src=0)
+    for model in (wrapped, plain):
+        model.zero_grad()
+        language_model_loss(model(tokens), tokens).backward()
+    if finish := getattr(wrapped, "finish_gradient_synchronization", None):
+        finish()
+    for _, mine in pairs:
+        dist.all_reduce(mine.grad, dist.ReduceOp.AVG)
+    return max(
+        math.inf if p.grad is None else numerics.relative_error(p.grad, mine.grad)
+        for p, mine in pairs
+    )
+
+
+def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
+    deviation = max(rank["gradient_deviation"] for rank in ranks)
+    if not deviation <= LARGEST_DEVIATION:
+        raise Refused(f"its gradients are not the ranks' averages, but {deviation:.2g} off")
+    measured = distributed.measured_step(case, ranks)
+    metrics = measured.metrics | spread(measured.samples["step_ms"])
+    metrics["budget_fraction"] = deviation / LARGEST_DEVIATION
+    return replace(measured, case=case.parameters | measured.case, metrics=metrics)
+
+
+def _attention_call(
+    device: Device, case: BenchCase, ceilings: dict[str, float]
+) -> Iterator[PhaseRun]:
+    """Chapter 05's calls, which are not timed in turn, of a function that has been watched."""
+    (entrant,) = case.entrants
+    function = _load(entrant)
+    IMPLEMENTATIONS["attention"][entrant.label] = Implementation(function)
+    shape = {**case.parameters, "heads": 1, "causal": False}
+    for name in ("forward", "forward_backward"):
+        watched(device, shape).judge(entrant.label, name)
+    attention.enter(entrant.label, functools.partial(function, causal=False))
+    yield from attention.run_case(case, ceilings)
+
+
+SECTIONS = {
+    **CEILINGS,
+    **dict.fromkeys(("contest", "speed", "rivals", "kernels"), _contest),
+    "attention": _attention_call,
+}
+
+
+def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    """Yields each phase of a case with the function that measures it. Runs in the worker
+    process.
+    """
+    numerics.set_precision(case.parameters.get("precision", "fp32"))
+    return run_section(SECTIONS, case, ceilings)
 
 
 def cases(profile: str, device_kind: str) -> list[Case]:
@@ -320,6 +303,59 @@ class BenchSession(Session):
         return [x for x in records if (x.session, x.section) == (self.id, "contest")]
 
 
+OWN_SECTIONS = ("attention", "speed", "rivals", "kernels")
+"""Of the chapters, what a function of the user's is measured in."""
+
+
+def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
+    """Returns the operation and the function that a notebook's parameter `own` names.
+
+    Raises RequestError for another operation, or a file that is not there.
+    """
+    if notebook != "08_siglip2":
+        return "attention", _entrant(own, FIGURES)
+    operation, _, function = own.partition(":")
+    accepted = [name for name in DEFINITIONS if name in OPERATIONS]
+    if operation not in accepted:
+        form = "OPERATION:FILE.py:NAME, OPERATION one of " + ", ".join(accepted)
+        raise RequestError(f"own {own!r} of {notebook}; accepted: {form}")
+    return operation, _entrant(function, FIGURES)
+
+
+class OwnSession(Session):
+    """A session of a function of the user's in a chapter's contests, recorded apart from it.
+
+    Args:
+        own: "FILE.py:NAME", in chapter 08 after the operation and a colon.
+    """
+
+    subfolder = "bench"
+
+    def __init__(self, notebook: str, own: str, **options: Any):
+        super().__init__(notebook, **options)
+        self.module_name = __name__
+        operation, entrant = own_entrant(notebook, own)
+        cases = {}
+        for case in self.cases:
+            parameters = case.parameters
+            phases = case.phases
+            computed = parameters.get("operation", "attention")
+            is_alone = parameters.get("timed", IN_TURN) != IN_TURN
+            if case.section not in OWN_SECTIONS or computed != operation or is_alone:
+                continue
+            if "impl" in parameters:
+                parameters = parameters | {"impl": entrant.label}
+            else:
+                # A backward pass alone has the inputs of a forward pass before it.
+                names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
+                phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
+            limits = {"timeout_s": case.timeout_s, "time_limit_s": case.time_limit_s}
+            own_case = BenchCase(case.section, parameters, phases, **limits, entrants=(entrant,))
+            cases[case.section, str(parameters)] = own_case
+        always = [case for case in self.cases if case.section in SESSION_SECTIONS]
+        self.cases = [*always, *cases.values()]
+
+
 def bench(
     *functions: Callable | str,
     op: str,
@@ -327,6 +363,8 @@ def bench(
     against: str = "",
     precision: str = "fp32",
     causal: bool = True,
+    warmup: int = 5,
+    steps: int = 10,
     output: str = "",
     timeout_s: float = 300.0,
 ) -> pd.DataFrame:
@@ -336,13 +374,14 @@ def bench(
 
     Args:
         functions: "FILE.py:NAME", or what the top level of a file or of a notebook's cell defines,
-            which imports all that it needs. They take what the operation's formula takes.
+            which imports all that it needs. The head of this module says what they must be.
         op: one of OPERATIONS.
-        shape: "batch x heads x length x d_head" of attention, else "rows x columns"; "" for one
-            that suits the device.
+        shape: sizes with an x between them, such as "8192x4096", as FORMS and ROWS name them; ""
+            for those that suit the device.
         against: names of other implementations, with commas between them; "ours" is ours.
         precision: "fp32" or "bf16".
         causal: whether attention has a causal mask.
+        warmup, steps: of a model, calls before its times and the number of these.
         output: folder of all results; "" for the repository's figures/.
         timeout_s: limit of one pass of all implementations.
 
@@ -352,31 +391,42 @@ def bench(
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
     _check("operation", op, OPERATIONS)
     _check("precision", precision, ("fp32", "bf16"))
-    usual = "sdpa,sdpa_cudnn,fa3,ours" if op == "attention" else "eager,compiled,ours"
-    rivals = (against or usual).split(",")
+    if precision != "fp32" and op in ("adamw", "optimizer"):
+        raise RequestError(f"precision {precision!r} of {op}; accepted: fp32")
+    if warmup < 1 or steps < 2:
+        raise RequestError(f"{warmup} warm-up calls and {steps} steps; accepted: from 1, from 2")
+    rivals = (against or USUAL.get(op, "eager,compiled,ours")).split(",")
     for name in rivals:
-        _check(f"implementation of {op}", name, IMPLEMENTATIONS[op])
+        _check(f"implementation of {op}", name, RIVALS[op])
     device = detect()
-    parameters = {"operation": op, **_sizes(op, shape, device.kind)}
-    parameters |= {"causal": causal} if op == "attention" else {}
+    parameters = {"operation": op, **_sizes(op, shape, device.kind), "precision": precision}
+    if op == "attention":
+        parameters["causal"] = causal
+    if op == "model":
+        parameters |= {"warmup": warmup, "steps": steps}
+    if op == "data_parallel":
+        size = "small" if device.kind == "cuda" else "nano"
+        parameters |= {"size": size, "compile": "none"}
+        if parameters["world_size"] > torch.cuda.device_count():
+            parameters["transport"] = "gloo"  # on the CPU
     folder = Path(output or FIGURES) / device.slug / "bench"
     entrants = tuple(_entrant(function, folder) for function in functions)
     impls = dict.fromkeys((*(one.label for one in entrants), *rivals))
-    passes = DEFINITIONS[op].passes if op in DEFINITIONS else ("forward", "forward_backward")
-    contest = BenchCase(
-        "contest",
-        {**parameters, "precision": precision},
-        tuple(f"{impl} {name}" for name in passes for impl in impls),
-        timeout_s,
-        entrants=entrants,
-    )
+    passes = PASSES.get(op, ("forward", "forward_backward"))
+    phases = tuple(f"{impl} {name}" for name in passes for impl in impls)
+    limit_s = timeout_s + START_S if op == "data_parallel" else timeout_s
+    contest = BenchCase("contest", parameters, phases, limit_s, entrants=entrants)
     options = {"device": THIS_DEVICE, "profile": "smoke", "fresh": True, "options": {}}
     session = BenchSession("00_bench", output=output, **options)
     session.cases = [*ceiling_cases([precision], timeout_s), contest]
     session.run()
     frame = to_frame(session.records())
     frame[["implementation", "pass"]] = frame.pop("phase").str.split(" ", expand=True).values
-    return frame.reindex(columns=COLUMNS).sort_values(["pass", "median_ms"], ignore_index=True)
+    frame = frame.reindex(columns=COLUMNS)
+    ours_ms = frame[frame["implementation"] == "ours"].set_index("pass")["median_ms"]
+    ratio = frame["median_ms"] / frame["pass"].map(ours_ms)
+    frame["ratio_to_ours"] = frame["ratio_to_ours"].fillna(ratio)
+    return frame.sort_values(["pass", "median_ms"], ignore_index=True)
 
 
 COLUMNS = [
@@ -384,6 +434,8 @@ COLUMNS = [
     "implementation",
     "status",
     "median_ms",
+    "mean_ms",
+    "std_ms",
     "ratio_to_ours",
     "ratio_to_ours_low",
     "ratio_to_ours_high",
@@ -400,22 +452,42 @@ def _check(what: str, value: str, accepted: Iterable[str]) -> None:
         raise RequestError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
 
 
+FORMS = {
+    "attention": (SHAPE[:4], LEAST_ROWS, 1, "1x2x256x64", "1x16x4096x64"),
+    "model": (
+        ("batch", "context_length", *MODEL),
+        1,
+        1,
+        "4x64x128x512x2x4",
+        "4x512x768x3072x12x12",
+    ),
+    "data_parallel": (("batch", "context", "world_size"), 1, 2, "2x32x2", "4x512x2"),
+}
+"""By operation the sizes that a shape gives, the least of the last but one, the step of the last,
+and what suits a CPU and a GPU.
+"""
+
+ROWS = (("rows", "columns"), LEAST_ROWS, HEAD, "1024x256", "8192x4096")
+"""Of all other operations."""
+
+
 def _sizes(op: str, shape: str, kind: str) -> dict:
     """Returns the sizes of an operation by the name that a case gives them."""
-    names = ("rows", "columns")
-    step = HEAD
-    usual = "8192x4096" if kind == "cuda" else "1024x256"
-    if op == "attention":
-        names = SHAPE[:4]
-        step = 1
-        usual = "1x16x4096x64" if kind == "cuda" else "1x2x256x64"
-    sizes = [int(text) if text.isdecimal() else 0 for text in (shape or usual).split("x")]
-    if len(sizes) != len(names) or 0 in sizes or sizes[-2] < LEAST_ROWS or sizes[-1] % step:
+    names, least, step, *usual = FORMS.get(op, ROWS)
+    example = usual[kind == "cuda"]
+    sizes = [int(text) if text.isdecimal() else 0 for text in (shape or example).split("x")]
+    if len(sizes) != len(names) or 0 in sizes or sizes[-2] < least or sizes[-1] % step:
         raise RequestError(
-            f"shape {shape!r} of {op}; accepted: {' x '.join(names)}, such as {usual}; "
-            f"{names[-2]} from {LEAST_ROWS}, {names[-1]} in steps of {step}"
+            f"shape {shape!r} of {op}; accepted: {' x '.join(names)}, such as {example}; "
+            f"{names[-2]} from {least}, {names[-1]} in steps of {step}"
         )
-    return dict(zip(names, sizes, strict=True))
+    named = dict(zip(names, sizes, strict=True))
+    if op == "model" and named["d_model"] % (2 * named["num_heads"]):
+        raise RequestError(
+            f"num_heads {named['num_heads']} of d_model {named['d_model']}; accepted: what divides "
+            "it into even parts"
+        )
+    return named
 
 
 def _entrant(function: Callable | str, folder: Path) -> Entrant:

@@ -33,7 +33,13 @@ from labkit.experiments.sections import (
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.kernels.reference import attention_reference
 from labkit.measure import timing as timer
-from labkit.measure.timing import Comparison, compare, on_capture_stream, time_callable
+from labkit.measure.timing import (
+    Comparison,
+    Timing,
+    compare,
+    on_capture_stream,
+    time_callable,
+)
 from labkit.monitor import Monitor
 
 LAUNCH_LIMIT_MS = 10.0
@@ -93,6 +99,8 @@ class Operation:
         costs: {"flops": …} or {"num_bytes": …} by pass.
         terms: of the longest sum behind "out" or a gradient, as "dx".
         implementations: by name; baseline: the one that ratios divide by, None for none.
+        method: of `timing`, on CUDA; num_warmup: untimed calls of each. num_rounds: timed calls of
+            each, 0 for as many as the time limit holds.
     """
 
     device: Device
@@ -107,6 +115,9 @@ class Operation:
     peak_precision: str = ""
     others: tuple = ()
     options: dict = field(default_factory=dict)
+    method: str = "graph"
+    num_warmup: int = 1
+    num_rounds: int = 0
 
     def __post_init__(self):
         for x in self.inputs.values():
@@ -114,7 +125,7 @@ class Operation:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.inputs.values())).dtype
+        return numerics.tensor_dtype(self.precision)
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""
@@ -156,11 +167,16 @@ class Operation:
         """
         is_gradient = name != "forward"
         names = [f"d{each}" for each in self.inputs] if is_gradient else ["out"] * len(values)
-        exact, eager = (results[is_gradient] for results in self.expected)
-        # A vector is one row as a gradient, and a number of each row as an output.
-        shape = (1, -1) if is_gradient else (-1, 1)
+        return self.compared(names, values, *(results[is_gradient] for results in self.expected))
+
+    def compared(
+        self, names: Sequence[str], values: Tensors, exact: Tensors, eager: Tensors
+    ) -> list[numerics.Verdict]:
+        """Returns the verdicts on tensors by the names of `terms`; raises as `verdicts`."""
         verdicts = []
         for key, *tensors in zip(names, values, exact, eager, strict=True):
+            # A vector is one row as a gradient, and a number of each row as an output.
+            shape = (-1, 1) if key == "out" else (1, -1)
             rows = (x if x.dim() > 1 else x.reshape(shape) for x in tensors)
             # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
             options = {"dtype": self.dtype, "num_terms": self.terms[key]}
@@ -176,7 +192,7 @@ class Operation:
         """Returns what is advanced between the rounds of a timing."""
         return range(num_rounds)
 
-    def confirm(self, phase: str, metrics: dict) -> None:
+    def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
         """Raises Refused for a time that cannot be trusted; here all can."""
 
 
@@ -297,7 +313,7 @@ def contest(
     def measure(phase: str, timed: Timed, metrics: dict) -> Measured:
         impl, name = phase.split(" ")
         metrics = operation.rates(name, timed.timing.median_ms, ceilings) | metrics
-        operation.confirm(phase, metrics)
+        operation.confirm(phase, timed.timing, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
             call, flops = operation.call(impl, name), metrics["flops"]
@@ -360,6 +376,7 @@ def time_in_turn(
     round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
     max_rounds = MAX_RANKING_ROUNDS if case.is_ranking else MAX_ROUNDS
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * case.time_limit_s / round_ms)))
+    num_rounds = operation.num_rounds or num_rounds
     with Monitor(kind) as monitor:
         comparison = _compared(operation, calls, baseline or impls[0], num_rounds)
     times = {}
@@ -391,11 +408,11 @@ def _compared(
 
     def compared(calls: dict[str, Callable], method: str) -> Comparison:
         rounds = operation.rounds(num_rounds)
-        options = {"device_kind": kind, "method": method, "num_warmup": 1, "rounds": rounds}
-        return compare(calls, baseline=baseline, **options)
+        options = {"device_kind": kind, "method": method, "num_warmup": operation.num_warmup}
+        return compare(calls, baseline=baseline, rounds=rounds, **options)
 
-    if kind != "cuda":
-        return compared(calls, method="host")
+    if kind != "cuda" or operation.method != "graph":
+        return compared(calls, method=operation.method if kind == "cuda" else "host")
     try:
         return compared(calls, method="graph")
     except torch.OutOfMemoryError:

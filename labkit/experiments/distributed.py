@@ -133,7 +133,7 @@ def missing_link(world_size: int) -> str:
     return ""
 
 
-def _run_ranks(
+def run_ranks(
     function: Callable, make: Callable[[Case, Seen], Measured], device: Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
     """Yields the phases of a case, all measured by one launch when the first one is asked for.
@@ -217,13 +217,13 @@ def _collective(case: Case, ranks: Seen) -> Measured:
 
 def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     transport = case.parameters["transport"]
-    return _run_ranks(collectives_rank, _collective, device, case, transport)
+    return run_ranks(collectives_rank, _collective, device, case, transport)
 
 
 # --- steps ---
 
 
-def _step(case: Case, ranks: Seen) -> Measured:
+def measured_step(case: Case, ranks: Seen) -> Measured:
     """Returns the record of one way: times and memory of the rank that took most, the parts of a
     step as the ranks' mean.
     """
@@ -255,14 +255,14 @@ def _step(case: Case, ranks: Seen) -> Measured:
 
 
 def _run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    return _run_ranks(steps_rank, _step, device, case, case.parameters, case.time_limit_s)
+    return run_ranks(steps_rank, measured_step, device, case, case.parameters, case.time_limit_s)
 
 
 def _run_8b(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     if device.kind != "cuda":
         raise Skip(f"the step of 8.1 B needs two GPUs; this is {device.name}")
     make = functools.partial(step_8b.measured, ceilings)
-    return _run_ranks(step_8b.board_rank, make, device, case, case.parameters)
+    return run_ranks(step_8b.board_rank, make, device, case, case.parameters)
 
 
 SECTIONS = {**CEILINGS, "collectives": _run_collectives, "steps": _run_steps, "8b": _run_8b}

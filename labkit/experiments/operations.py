@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from labkit import accounting
-from labkit.configs import PASSES
+from labkit.configs import PASSES, ModelConfig
 from labkit.device import Device
 from labkit.experiments.contest import (
     ContestCase,
@@ -34,7 +34,9 @@ from labkit.experiments.contest import (
     draw,
 )
 from labkit.experiments.sections import empty_cache
+from labkit.kernels import course
 from labkit.kernels import flash_attention as labkit_flash
+from labkit.kernels.adamw import FusedAdamW
 from labkit.kernels.attention import IMPLS, attention, unavailable_reason
 from labkit.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from labkit.kernels.fused import wide
@@ -44,7 +46,7 @@ from labkit.kernels.rms_norm import rms_norm
 from labkit.kernels.rotary import rotary
 from labkit.kernels.swiglu import swiglu
 from labkit.kernels.weighted_sum import weighted_sum
-from labkit.models.transformer import RotaryEmbedding
+from labkit.models.transformer import RotaryEmbedding, TransformerLM
 
 EPS, VOCABULARY, HEAD = 1e-6, 10_000, 64
 
@@ -385,6 +387,29 @@ IMPLEMENTATIONS["weighted_sum"] = {
 }
 IMPLEMENTATIONS["attention"] = {impl: _attention(impl) for impl in IMPLS}
 IMPLEMENTATIONS["attention"]["ours"] = _attention("auto")
+
+
+def _model(impl: str, attention: str) -> Implementation:
+    """Returns what makes our model, of the dimensions that a course names."""
+
+    def make(*, context_length: int, **sizes) -> TransformerLM:
+        config = ModelConfig("bench", "a case's dimensions", **sizes)
+        return TransformerLM(config, max_context=context_length, attention=attention, impl=impl)
+
+    return Implementation(make)
+
+
+IMPLEMENTATIONS["model"] = {
+    "ours": _model("fused", "auto"),
+    "eager": _model("eager", "eager"),
+    "sdpa": _model("eager", "sdpa"),
+    "course": _model("course", "course"),
+}
+IMPLEMENTATIONS["optimizer"] = {
+    "ours": Implementation(FusedAdamW),
+    "torch": Implementation(functools.partial(torch.optim.AdamW, fused=True)),
+    "course": Implementation(course.AdamW),
+}
 """By operation and name; `register` adds to them."""
 
 # On a copy of the logits, as Liger's is run: both overwrite them by their gradient.

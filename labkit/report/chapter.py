@@ -62,12 +62,21 @@ class Chapter:
         output: folder that holds one folder per device; "" for the repository's figures/.
         save_figures: write the SVG figures and CSV tables beside the records (`labkit run` and
             `labkit report` do).
+        own: name of a function of the user's in the records of `labkit bench`, which is shown too.
 
     Raises:
         RecordError: the records cannot be read, or are of another device.
     """
 
-    def __init__(self, notebook: str, *, device: str, output: str = "", save_figures: bool = False):
+    def __init__(
+        self,
+        notebook: str,
+        *,
+        device: str,
+        output: str = "",
+        save_figures: bool = False,
+        own: str = "",
+    ):
         self.notebook = notebook
         self.number = notebook.split("_")[0]
         self.output = output
@@ -75,6 +84,7 @@ class Chapter:
         self.folder = folder_of(Path(output or FIGURES), device, notebook)
         self.device = self.folder.name
         self.save_figures = save_figures
+        self.own = {own: f"yours: {own.split('@')[0]}"} if own else {}
 
     @property
     def environment(self) -> dict:
@@ -135,6 +145,19 @@ class Chapter:
             ]
         frame.attrs["device_kind"] = self.device_kind
         return frame
+
+    def with_own(self, frame: pd.DataFrame, section: str) -> pd.DataFrame:
+        """Returns the records of a section with those of the user's function, for a figure or a
+        table. No fact is of them.
+        """
+        path = self.folder / "bench" / "records" / f"{self.notebook}.jsonl"
+        records = [
+            record
+            for record in newest(RecordStore(path).load(plain=True) if self.own else [])
+            if record.section == section
+            and {record.phase.split(" ")[0], record.case.get("impl")} & self.own.keys()
+        ]
+        return pd.concat([frame, to_frame(records)], ignore_index=True) if records else frame
 
     def source(self) -> Markdown:
         """Shows in one line what the chapter's records are of: device, dates, software and

@@ -53,6 +53,9 @@ STYLES = {
 }
 """One style per precision, implementation and size, the same in every figure of the report."""
 
+OWN_STYLE = Style("#000000", "*")
+"""Of a function of the user's."""
+
 SERIES = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#5d3a9b", "#7f7f7f"]
 """Colours, by number, of what has no style of its own."""
 
@@ -179,7 +182,7 @@ def lines(
         for impl, name in names.items():
             line = select(shown, impl=name)
             if len(line):
-                line_with_band(axis, line, x, label=name, style=STYLES[impl], y=y)
+                line_with_band(axis, line, x, label=name, style=STYLES.get(impl, OWN_STYLE), y=y)
         axis.set_title(title)
     return figure, axes
 

@@ -39,6 +39,7 @@ def rebuild(
     html: bool = False,
     save_notebooks: bool = False,
     by_papermill: bool = False,
+    own: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
@@ -54,6 +55,7 @@ def rebuild(
             only).
         by_papermill: execute the notebooks in kernels of their own, several at a time, as `labkit
             run` does; otherwise in this process.
+        own: the function of the user's that joins a notebook, by notebook.
 
     Raises:
         RequestError: nothing has been measured on `device`, or `save_notebooks` is not for the
@@ -70,7 +72,7 @@ def rebuild(
         )
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     if by_papermill:
-        executed = _execute_all(list(chapters), values)
+        executed = _execute_all(list(chapters), values, own=own)
     else:
         executed = {name: notebooks.show(name, values) for name in chapters}
     for notebook in executed.values():
@@ -175,15 +177,20 @@ def devices_summary(root: Path) -> pd.DataFrame:
 
 
 def _execute_all(
-    names: Sequence[str], values: Mapping[str, Any], *, lessons: bool = False
+    names: Sequence[str],
+    values: Mapping[str, Any],
+    *,
+    lessons: bool = False,
+    own: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Executes notebooks in kernels, several at a time; raises NotebookError for the first that
     failed.
     """
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
         # Where one raises, `map` cancels those that have not begun.
-        run = functools.partial(notebooks.execute, values=values, lessons=lessons)
-        executed = pool.map(run, names)
+        own = own or {}
+        given = ({**values, "own": own[name]} if name in own else values for name in names)
+        executed = pool.map(functools.partial(notebooks.execute, lessons=lessons), names, given)
         return dict(zip(names, executed, strict=True))
 
 

@@ -1,6 +1,7 @@
 """Chapter 08: its figures, and the queries that are its alone."""
 
 import itertools
+from collections.abc import Mapping
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -115,10 +116,14 @@ def errors(accuracy: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(**ratios)
 
 
-def kernels_table(kernels: pd.DataFrame) -> pd.DataFrame:
+def kernels_table(kernels: pd.DataFrame, own: Mapping[str, str]) -> pd.DataFrame:
     """Returns by kernel and shape, both passes: ours, its share of the ceiling, how many times as
     fast as each peer.
+
+    Args:
+        own: what a function of the user's is called, by the name in records.
     """
+    peers_by_name = PEERS | {name: [impl] for impl, name in own.items()}
     lines = []
     for ours in ok_rows(kernels, phase=f"ours {BOTH}").to_dict("records"):
         shape = {key: ours[key] for key in ("operation", "rows", "columns")}
@@ -127,7 +132,7 @@ def kernels_table(kernels: pd.DataFrame) -> pd.DataFrame:
             "ms": cell(ours),
             "% of ceiling": number(100 * ours["ceiling_fraction"], 2),
         }
-        for name, impls in PEERS.items():
+        for name, impls in peers_by_name.items():
             phases = [f"{impl} {BOTH}" for impl in impls]
             peers = ok_rows(kernels, phase=phases, **shape).sort_values("ratio_to_ours")
             line[name] = _beside(peers.iloc[0].to_dict()) if len(peers) else "–"
