@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from chapters import CPU
 
 from labkit.configs import ModelConfig, RequestError
 from labkit.experiments import bench, operations, watched
@@ -286,6 +287,7 @@ TUTORIAL = Path(__file__).parent / "fixtures" / "tutorial_attention.py"
 SOURCE = """
 import os
 import torch.nn.functional as F
+from chapters import CPU
 
 def wrapped(q, k, v, *, causal):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -297,6 +299,7 @@ def ends_the_process(q, k, v, *, causal):
 
 CELL = """
 import torch.nn.functional as F
+from chapters import CPU
 IS_USED = True
 
 def wrapped(q, k, v, *, causal):
