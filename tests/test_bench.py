@@ -287,7 +287,6 @@ TUTORIAL = Path(__file__).parent / "fixtures" / "tutorial_attention.py"
 SOURCE = """
 import os
 import torch.nn.functional as F
-from chapters import CPU
 
 def wrapped(q, k, v, *, causal):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -299,7 +298,6 @@ def ends_the_process(q, k, v, *, causal):
 
 CELL = """
 import torch.nn.functional as F
-from chapters import CPU
 IS_USED = True
 
 def wrapped(q, k, v, *, causal):
