@@ -192,6 +192,9 @@ class StubNvml(types.ModuleType):
             "nvmlDeviceGetEnforcedPowerLimit": 700_000,
         }
 
+    def __repr__(self):  # in the names of tests, which must not change from run to run
+        return "NVML"
+
     def __getattr__(self, name):
         def answer(*_):
             if name in self.refused:
