@@ -24,7 +24,7 @@ def tables(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     """Returns a table of all captured steps, each row with its case; `part` is the pass within the
     step.
     """
-    parts = [pd.DataFrame(columns=[*KEPT, *NAMES.values(), "path", "total_us"])]
+    parts = [pd.DataFrame(columns=[*KEPT, *NAMES.values(), "path", "total_us", "launches"])]
     for row in ok_rows(frame).to_dict("records"):
         table = pd.DataFrame(row["observed"]["tables"][name]).rename(columns=NAMES)
         parts.append(table.assign(**{key: row.get(key, "") for key in KEPT}))
