@@ -8,6 +8,7 @@ records. How far it errs on records that it was not fitted to stands beside ever
 
 import bisect
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,10 +77,9 @@ class Setting:
 
 
 class Roofs(NamedTuple):
-    """Sustained rates of a device: FLOP/s by precision, B/s of a copy; its memory in bytes."""
+    """Sustained rates of a device, FLOP/s by precision and B/s of a "copy"; its memory in bytes."""
 
-    flops: Mapping[str, float]
-    copy: float
+    rates: Mapping[str, float]
     memory_bytes: float
     source: str
 
@@ -227,11 +227,7 @@ def too_large(case: Mapping[str, Any], phases: Sequence[str], limit: float) -> b
     is_step = "train_step" in phases or "graph_step" in phases
     if not is_step or case.get("size") not in SIZES or case.get("precision") not in PRECISIONS:
         return False
-    attention = "eager" if case.get("attention", "eager") in ("eager", "course") else "fused"
-    config = model_config(case["size"])
-    known = case.get("batch", BATCH_SIZE), case["context"], case["precision"], attention
-    setting = Setting(config, *known, recompute=str(case.get("plan", "none")))
-    return memory(setting)["in all"] > limit
+    return memory(_setting(case))["in all"] > limit
 
 
 def largest(setting: Setting, limit: float, name: str, step: int) -> int:
@@ -277,8 +273,8 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     """Returns the terms of the model of kernels in milliseconds."""
     config = setting.config
     d, layers, tokens = config.d_model, config.num_layers, setting.tokens
-    flops_rate = roofs.flops[setting.precision] / 1e3
-    copy_rate = roofs.copy / 1e3
+    flops_rate = roofs.rates[setting.precision] / 1e3
+    copy_rate = roofs.rates["copy"] / 1e3
     element = 2 if setting.precision == "bf16" else 4
     is_eager = setting.attention == "eager"
     plan = accounting.checkpoint_plan(setting.recompute, layers)
@@ -304,14 +300,15 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
 def measured_roofs(chapters: Chapters) -> Roofs | None:
     """Returns the roofs that a GPU's chapter 01 measured, None without them."""
     chapter = chapters["01_benchmarking"]
-    rows = ok_rows(chapter.records("ceilings")).to_dict("records")
-    flops = {
-        row["precision"]: row["sustained_tflops"] * 1e12 for row in rows if row["kind"] == "gemm"
-    }
-    copy = [row["sustained_gb_per_s"] * 1e9 for row in rows if row["kind"] == "copy"]
+    rates = {}
+    for row in ok_rows(chapter.records("ceilings")).to_dict("records"):
+        if row["kind"] == "copy":
+            rates["copy"] = row["sustained_gb_per_s"] * 1e9
+        else:
+            rates[row["precision"]] = row["sustained_tflops"] * 1e12
     memory_bytes = (chapter.environment.get("gpu") or {}).get("memory_bytes")
-    is_measured = flops and copy and memory_bytes
-    return Roofs(flops, copy[0], memory_bytes, "measured") if is_measured else None
+    is_measured = "copy" in rates and len(rates) > 1 and memory_bytes
+    return Roofs(rates, memory_bytes, "measured") if is_measured else None
 
 
 STEP = ("setting", "roofs", "size", "context", "way", "case", "device", "measured")
@@ -329,19 +326,13 @@ def _steps(chapter: Chapter, sections: Iterable[str], phase: str, value: str) ->
     """
     steps = []
     rows = usable(select(chapter.records(*sections), phase=phase), value)
+    # What a chapter does not vary, it does not say.
+    rows = rows.fillna({"compile": "none", "plan": "none"})
     for row in rows.to_dict("records"):
         way = _way(row)
         if not way or row["precision"] not in PRECISIONS:
             continue
-        setting = Setting(
-            model_config(row["size"]),
-            row["batch"],
-            row["context"],
-            row["precision"],
-            "eager" if row["attention"] == "eager" else "fused",
-            way,
-            row["plan"] if isinstance(row.get("plan"), str) else "none",
-        )
+        setting = _setting(row, way)
         case = f"{setting.config.name}, {setting.context:,}, {setting.precision}"
         step = {"setting": setting, "way": way, "case": case, "device": chapter.device}
         keys = {name: row[name] for name in ("size", "context")}
@@ -349,16 +340,28 @@ def _steps(chapter: Chapter, sections: Iterable[str], phase: str, value: str) ->
     return steps
 
 
+def _setting(case: Mapping[str, Any], way: str = "eager") -> Setting:
+    """Returns the step of a case of the chapters."""
+    is_eager = case.get("attention", "eager") in ("eager", "course")
+    return Setting(
+        model_config(case["size"]),
+        case.get("batch", BATCH_SIZE),
+        case["context"],
+        case["precision"],
+        "eager" if is_eager else "fused",
+        way,
+        case.get("plan", "none"),
+    )
+
+
 def _way(row: Mapping[str, Any]) -> str:
+    """Returns one of STEP_WAYS, "" for what none plans."""
     if row.get("impl") == "fused":
         return "ours"
     # Our attention computes fp32 by other products than the roof's.
     if row["attention"] == "auto" and row["precision"] != "bf16":
         return ""
-    # Chapter 04 compiles no step and says nothing of it.
-    compiled = row.get("compile")
-    ways = {"none": "eager", "regional": "compiled"}
-    return ways.get(compiled, "") if isinstance(compiled, str) else "eager"
+    return {"none": "eager", "regional": "compiled"}.get(row.get("compile", "none"), "")
 
 
 def samples(devices: Iterable[Chapters]) -> pd.DataFrame:
@@ -375,7 +378,7 @@ def samples(devices: Iterable[Chapters]) -> pd.DataFrame:
         rows += [
             step | {"roofs": roofs}
             for step in (*graphs, *sums)
-            if step["setting"].precision in roofs.flops
+            if step["setting"].precision in roofs.rates
         ]
     return pd.DataFrame(rows, columns=STEP)
 
@@ -506,26 +509,24 @@ def _of_datasheet(sheet: Datasheet, measured: Mapping[str, Roofs]) -> Roofs:
     """Returns a datasheet's peaks times the median share that the measured GPUs sustain of
     theirs.
     """
-    shares: dict[str, list[float]] = {}
-    for slug, roofs in measured.items():
-        own = datasheet(slug)
-        if own:
-            shares.setdefault("copy", []).append(roofs.copy / own.memory_gb_per_s / 1e9)
-            for precision, rate in roofs.flops.items():
-                shares.setdefault(precision, []).append(rate / own.tflops(precision) / 1e12)
-    reached = {name: float(np.median(values)) for name, values in shares.items()}
-    words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
-    source = f"not measured; {sheet.source}, times what measured GPUs reach of theirs ({words})"
-    if not reached:
-        reached = dict.fromkeys(("copy", *PRECISIONS), 1.0)
-        source = f"{sheet.source}, its peaks, for no measured GPU says what is reached of them"
-    flops = {
-        precision: share * sheet.tflops(precision) * 1e12
-        for precision, share in reached.items()
-        if precision != "copy" and sheet.tflops(precision)
-    }
-    copy = reached["copy"] * sheet.memory_gb_per_s * 1e9
-    return Roofs(flops, copy, sheet.memory_gb * 1e9, source)
+    known = {slug: datasheet(slug) for slug in measured}
+    shares = pd.DataFrame(
+        pd.Series(measured[slug].rates) / _peaks(own) for slug, own in known.items() if own
+    )
+    rates = _peaks(sheet)
+    source = f"{sheet.source}, its peaks, for no measured GPU says what is reached of them"
+    if len(shares):
+        reached = shares.median()
+        rates *= reached
+        words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
+        source = f"not measured; {sheet.source}, times what measured GPUs reach of theirs ({words})"
+    return Roofs(rates.dropna().to_dict(), sheet.memory_gb * 1e9, source)
+
+
+def _peaks(sheet: Datasheet) -> pd.Series:
+    """Returns rates as those of `Roofs`, NaN of a precision that the product has no unit for."""
+    peaks = {name: (sheet.tflops(name) or math.nan) * 1e12 for name in PRECISIONS}
+    return pd.Series({"copy": sheet.memory_gb_per_s * 1e9, **peaks})
 
 
 def lines(
@@ -573,8 +574,12 @@ def _memory_lines(setting: Setting, limit: float) -> list[str]:
     return lines
 
 
+LINK_BYTES_PER_S = 300e9
+"""Bandwidth of a ring over NVLink on Hopper, as chapter 07 measures it for large messages."""
+
+
 def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataFrame) -> list[str]:
-    if setting.precision not in roofs.flops:
+    if setting.precision not in roofs.rates:
         return [f"Time: no rate of {setting.precision} is known."]
     num_alike = len(select(measured, way=setting.way))
     if not num_alike:
@@ -591,7 +596,15 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
         f"{number(rate)} tokens/s a GPU.",
     ]
     if setting.num_gpus > 1:
-        lines.append(_communication(setting, times["in all"]))
+        gradients = accounting.parameter_bytes(setting.config)
+        num_transfers = SHARING[setting.gpu_way].num_transfers
+        gather = "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
+        time = number(1e3 * num_transfers * accounting.ring_seconds(*gather))
+        lines.append(
+            f"Communication of {setting.gpu_way} over {setting.num_gpus} GPUs: {time} ms a step at "
+            f"the {LINK_BYTES_PER_S / 1e9:.0f} GB/s that NVLink reaches on an H200, hidden at "
+            f"best, else added to {number(times['in all'])} ms; other links take longer."
+        )
     if price:
         cost = price / 3600 / rate * 1e6
         lines.append(f"{number(cost)} a million tokens at {number(price)} an hour.")
@@ -610,20 +623,3 @@ def _error_line(what: str, found: pd.DataFrame) -> list[str]:
     fact = spread(found.assign(case=found["case"] + ", " + found["device"]))
     numbers = "median {median}, 95 % within {most}, worst {worst}".format(**fact.numbers)
     return [f"Error of {what}, {len(found)} steps: {numbers}."]
-
-
-LINK_BYTES_PER_S = 300e9
-"""Bandwidth of a ring over NVLink on Hopper, as chapter 07 measures it for large messages."""
-
-
-def _communication(setting: Setting, step_ms: float) -> str:
-    size = setting.num_gpus
-    gradients = accounting.parameter_bytes(setting.config)
-    gather = accounting.ring_seconds("all_gather", gradients, size, LINK_BYTES_PER_S)
-    seconds = SHARING[setting.gpu_way].num_transfers * gather
-    time = number(1e3 * seconds)
-    return (
-        f"Communication of {setting.gpu_way} over {size} GPUs: {time} ms a step at the "
-        f"{LINK_BYTES_PER_S / 1e9:.0f} GB/s that NVLink reaches on an H200, hidden at best, else "
-        f"added to {number(step_ms)} ms; other links take longer."
-    )
