@@ -146,10 +146,7 @@ def _ratios(base: Row, other: Row) -> list[dict]:
     for kind, value in _values(base).items():
         if kind not in others:
             continue
-        if kind == MEMORY:
-            ratio = verdicts.exact(base[value], other[value])
-        else:
-            ratio = verdicts.ratio(base, other, value, others[kind])
+        ratio = verdicts.ratio(base, other, value, others[kind])
         row = {"kind": kind, "base": base[value], "other": other[others[kind]]}
         row |= {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high}
         row |= {"verdict": ratio.verdict}
@@ -313,11 +310,8 @@ def findings(comparison: Comparison) -> list[str]:
 
 def single(comparison: Comparison) -> pd.DataFrame:
     """Returns how many measurements only one device has, by chapter and reason."""
-    rows = comparison.single
-    if rows.empty:
-        return rows
-    reasons = rows.assign(chapter=rows["chapter"].map(notebooks.title))
-    counts = reasons.groupby(["chapter", "has", "why"], sort=True).size().reset_index(name="rows")
+    reasons = comparison.single.assign(chapter=comparison.single["chapter"].map(notebooks.title))
+    counts = reasons.value_counts(["chapter", "has", "why"], sort=False).reset_index(name="rows")
     counts = counts.sort_values("rows", ascending=False, kind="stable")
     return counts.rename(columns={"has": "only on", "why": "because on the other"})
 
