@@ -252,25 +252,31 @@ def cheapest_recomputation(setting: Setting, limit: float) -> str | None:
 
 # ---- time ----------------------------------------------------------------------------------------
 
-PARTS = {
-    "matrix products": ("products",),
-    "fused attention": ("attention",),
-    "elementwise and scores": ("scores", "residual"),
-    "AdamW": ("optimizer",),
-    "kernels' begin and end": ("layers",),
+BOUND = {
+    "matrix products": "matmul",
+    "fused attention": "matmul or memory",
+    "scores": "memory",
+    "elementwise": "memory",
+    "AdamW": "memory",
+    "kernels' begin and end": "launch",
 }
-"""The parts of a predicted time, and the terms of each. More terms, as of logits and casts, fit no
+"""The parts of a predicted time, and what bounds each. More parts, as of logits and casts, fit no
 better what they were not fitted to.
 """
 
-OF_A_WAY = ("elementwise and scores", "AdamW", "kernels' begin and end")
-"""The parts that a way of running the step changes; the products stay the same."""
-
-BOUND = dict(zip(PARTS, ("matmul", "matmul or memory", "memory", "memory", "launch"), strict=True))
+OF_A_WAY = {
+    "scores": "elementwise",
+    "elementwise": "elementwise",
+    "AdamW": "AdamW",
+    "kernels' begin and end": "kernels' begin and end",
+}
+"""The parts that a way of running the step changes, each with the name of its factor; the products
+stay the same.
+"""
 
 
 def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
-    """Returns the terms of the model of kernels in milliseconds."""
+    """Returns the parts of the model of kernels in milliseconds, before they are fitted."""
     config = setting.config
     d, layers, tokens = config.d_model, config.num_layers, setting.tokens
     flops_rate = roofs.rates[setting.precision] / 1e3
@@ -288,12 +294,16 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     num_ranks = setting.num_gpus if SHARING[setting.gpu_way].stage else 1
     update = accounting.optimizer_step_bytes(config) / num_ranks
     return {
-        "products": 2 * passes * accounting.num_matmul_parameters(config) * tokens / flops_rate,
-        "attention": 0.0 if is_eager else passes * attention / flops_rate,
+        "matrix products": 2
+        * passes
+        * accounting.num_matmul_parameters(config)
+        * tokens
+        / flops_rate,
+        "fused attention": 0.0 if is_eager else passes * attention / flops_rate,
         "scores": again * scores / copy_rate if is_eager else 0.0,
-        "residual": again * layers * tokens * d * 4 / copy_rate,
-        "optimizer": update / copy_rate,
-        "layers": again * layers * 1e-2,
+        "elementwise": again * layers * tokens * d * 4 / copy_rate,
+        "AdamW": update / copy_rate,
+        "kernels' begin and end": again * layers * 1e-2,
     }
 
 
@@ -413,12 +423,10 @@ def fitted(measured: pd.DataFrame, way: str = "eager") -> dict[str, float]:
         for step in zip(alike["setting"], alike["roofs"], strict=True)
     )
     parts = parts.div(alike["measured"].to_numpy(), axis=0)
-    own = parts[list(OF_A_WAY)]
+    own = parts[list(OF_A_WAY)].T.groupby(OF_A_WAY).sum().T
     factors = _least_squares(own, 1 - (parts["in all"] - own.sum(axis=1)).to_numpy())
     return {
-        name: coefficients[name] * factors.get(part, 1.0)
-        for part, names in PARTS.items()
-        for name in names
+        part: value * factors.get(OF_A_WAY.get(part), 1.0) for part, value in coefficients.items()
     }
 
 
@@ -435,11 +443,7 @@ def _least_squares(rows: pd.DataFrame, target: np.ndarray) -> dict[str, float]:
 
 def predicted(coefficients: Mapping[str, float], setting: Setting, roofs: Roofs) -> dict:
     """Returns milliseconds by part, and in all."""
-    values = terms(setting, roofs)
-    parts = {
-        part: sum(coefficients[name] * values[name] for name in names)
-        for part, names in PARTS.items()
-    }
+    parts = {part: coefficients[part] * ms for part, ms in terms(setting, roofs).items()}
     return parts | {"in all": sum(parts.values())}
 
 
@@ -457,7 +461,7 @@ def errors(measured: pd.DataFrame, held_out: str, way: str = "eager") -> pd.Data
     for value, left_out in measured.groupby(held_out, sort=False):
         rest = measured[measured[held_out] != value]
         num_alike = len(select(rest, way=way))
-        if len(select(rest, way="eager")) < LEAST_SAMPLES or num_alike <= len(OF_A_WAY):
+        if len(select(rest, way="eager")) < LEAST_SAMPLES or num_alike < len(OF_A_WAY):
             continue
         coefficients = fitted(rest, way)
         sheet = datasheet(value) if held_out == "device" else None
@@ -587,8 +591,9 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
         return [f"Time: no step of this way is recorded to predict it from; {where}."]
     times = predicted(fitted(measured, setting.way), setting, roofs)
     rate = setting.tokens / times["in all"] * 1e3
-    bounds = (f"{part} {number(times[part])} ({BOUND[part]})" for part in PARTS if times[part])
-    words = ", ".join(bounds)
+    words = ", ".join(
+        f"{part} {number(times[part])} ({bound})" for part, bound in BOUND.items() if times[part]
+    )
     if num_alike < LEAST_SAMPLES:
         words = "too few steps of this way are recorded to tell its parts"
     lines = [
