@@ -45,14 +45,13 @@ def test_predicted_memory_is_what_steps_took(chapters):
 
 
 def test_predicted_memory_of_two_gpus_is_what_steps_took(chapters):
-    ways = {"alone": "ddp", "ddp": "ddp", "sharded optimizer": "zero1"}
-    ways |= {"fsdp": "fsdp", "fully_shard": "fsdp"}
+    ways = {"alone": (1, "ddp"), "ddp": (2, "ddp"), "sharded optimizer": (2, "zero1")}
+    ways |= dict.fromkeys(("fsdp", "fully_shard"), (2, "fsdp"))
     rows = ok_rows(chapters["07_distributed"].records("steps"), batch=4, phase=list(ways))
     for row in rows.to_dict("records"):
         way = "eager" if row["compile"] == "none" else "compiled"
-        case = row["batch"], row["context"], row["precision"], "fused", way, "none"
-        gpus = (1 if row["phase"] == "alone" else 2), ways[row["phase"]]
-        planned = takes(Setting(model_config(row["size"]), *case, *gpus))
+        case = 4, row["context"], row["precision"], "fused", way, "none", *ways[row["phase"]]
+        planned = takes(Setting(model_config(row["size"]), *case))
         assert -0.01 < planned / row["peak_bytes"] - 1 < 0.06, row["phase"]
     assert len(rows) > 15
 
@@ -136,8 +135,10 @@ def test_throughput_is_what_others_report(measured, gpus, tmp_path):
     """
     llama = read(LLAMA_8B, tmp_path)
     fitted = plan.fitted(measured, "compiled")
-    cases = [("NVIDIA A100-SXM4-80GB", 1, 64, 2973), ("H100", 2, 8, 6667)]
-    for device, batch, num_gpus, known in cases:
+    for device, batch, num_gpus, known in [
+        ("NVIDIA A100-SXM4-80GB", 1, 64, 2973),
+        ("H100", 2, 8, 6667),
+    ]:
         rates = []
         for recompute in ("1", "none"):
             case = batch, 8192, "bf16", "fused", "compiled", recompute, num_gpus, "fsdp"
