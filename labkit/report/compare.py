@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -28,7 +27,7 @@ from labkit.records import (
 )
 from labkit.report import figures, tables, verdicts
 from labkit.report import page as html
-from labkit.report.chapter import Chapters, chapters_of, commits_of, dates_of, torch_of
+from labkit.report.chapter import Chapter, Chapters, chapters_of, commits_of, dates_of, torch_of
 from labkit.report.facts import LEAST_MS, case_name
 from labkit.report.frame import Row, mark, select
 from labkit.report.text import count, gib, listing, number, span, times
@@ -53,15 +52,8 @@ MOST_ROWS = 12
 MOST_NAMED = 3
 
 
-class Side(NamedTuple):
-    """A device as it is compared: what it is called here, and its chapters."""
-
-    name: str
-    chapters: Chapters
-
-
-def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Side:
-    """Returns a device by its slug, "this", or its folder, wherever that lies.
+def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Chapters:
+    """Returns the chapters of a device by its slug, "this", or its folder, wherever that lies.
 
     Args:
         root: where the devices' folders lie; names: of the notebooks, all by default.
@@ -74,9 +66,15 @@ def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Side
         folder = folder.resolve()
         root = folder.parent
         name = folder.name
-    name = slug_of(name)
-    chapters = chapters_of(name, root)
-    return Side(name, {key: one for key, one in chapters.items() if not names or key in names})
+    chapters = chapters_of(slug_of(name), root)
+    chapters = {key: one for key, one in chapters.items() if not names or key in names}
+    if not chapters:
+        raise RequestError(f"{name} has no records of {', '.join(names)}")
+    return chapters
+
+
+def _first(chapters: Chapters) -> Chapter:
+    return next(iter(chapters.values()))
 
 
 def _values(row: Row) -> dict[str, str]:
@@ -158,6 +156,7 @@ class Comparison:
     """One device beside a baseline.
 
     Attributes:
+        base, other: what the devices are called here; sources: what measured them, in words.
         common: a row per value that both have: chapter, section, case, phase, kind, base, other,
             ratio (base ÷ other: how many times as fast, or as small, the other is), low, high,
             verdict, mark.
@@ -169,15 +168,15 @@ class Comparison:
         RequestError: nothing was measured alike on both.
     """
 
-    def __init__(self, base: Side, other: Side):
-        if other.name == base.name:
+    def __init__(self, base: Chapters, other: Chapters):
+        self.base = _first(base).asked_device
+        self.other = _first(other).asked_device
+        if self.other == self.base:
             # A device measured twice: the second is named by the folder that it lies in.
-            where = next(iter(other.chapters.values())).folder.parent.name
-            other = other._replace(name=f"{other.name} in {where}")
-        self.base = base
-        self.other = other
-        ours = _measurements(base.chapters)
-        theirs = _measurements(other.chapters)
+            self.other += f" in {_first(other).folder.parent.name}"
+        self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
+        ours = _measurements(base)
+        theirs = _measurements(other)
         self.unlike: Counter[str] = Counter()
         common = []
         single = []
@@ -193,14 +192,14 @@ class Comparison:
                 self.unlike[difference] += 1
                 common += [] if difference else [head | row for row in _ratios(*pair)]
             elif any(measured):
-                name = base.name if measured[0] else other.name
+                name = self.base if measured[0] else self.other
                 why = _why(pair[1] if measured[0] else pair[0])
                 single.append(head | {"has": name, "why": why})
         del self.unlike[""]
         if not common:
             reasons = f" ({listing(self.unlike, MOST_NAMED)})" if self.unlike else ""
             raise RequestError(
-                f"{base.name} and {other.name} have no row in common{reasons}; "
+                f"{self.base} and {self.other} have no row in common{reasons}; "
                 "`labkit run --profile quick` measures rows that every device of a kind has"
             )
         self.common = pd.DataFrame(common)
@@ -251,8 +250,8 @@ def shown(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
             {
                 "case": _label(row),
                 "kind": f"{row['kind']}, {unit}",
-                comparison.base.name: form(row["base"]),
-                comparison.other.name: form(row["other"]),
+                comparison.base: form(row["base"]),
+                comparison.other: form(row["other"]),
                 "ratio": row["mark"] + times(row["ratio"]),
                 "interval": span(row["low"], row["high"]),
                 "verdict": row["verdict"],
@@ -282,7 +281,7 @@ def findings(comparison: Comparison) -> list[str]:
     """Returns what the comparison says in sentences: the roofs, the tally of each kind of time, the
     extremes, and what fits on one device alone.
     """
-    other = comparison.other.name
+    other = comparison.other
     unmarked = comparison.common[comparison.common["mark"] == ""]
     is_roof = unmarked["section"] == SESSION_SECTION
     lines = []
@@ -328,7 +327,7 @@ def figure(comparison: Comparison, chapter: str) -> Figure:
     least, most = rows["ratio"].min(), rows["ratio"].max()
     ticks = {tick: times(tick) for tick in TICKS if tick == 1 or least <= tick <= most}
     words = "times as fast (of memory: as small)"
-    label = f"{comparison.other.name} is … {words} as {comparison.base.name}"
+    label = f"{comparison.other} is … {words} as {comparison.base}"
     drawn = figures.dots(groups, 1, ticks, label, height=max(1.8, 0.9 + 0.32 * len(groups)))
     (axis,) = drawn.axes
     for place, ratios in enumerate(groups.values()):
@@ -339,26 +338,26 @@ def figure(comparison: Comparison, chapter: str) -> Figure:
     return drawn
 
 
-def provenance(one: Side) -> str:
+def provenance(name: str, chapters: Chapters) -> str:
     """Returns which software measured a device, when, and from which commit."""
-    records = [record for chapter in one.chapters.values() for record in chapter.all_records()]
+    records = [record for chapter in chapters.values() for record in chapter.all_records()]
     parts = [
         *torch_of(records),
         dates_of(records),
         count(len({record.session for record in records}), "session"),
         f"commit {commits_of(records)}",
     ]
-    return f"*{one.name}*: {', '.join(filter(None, parts))}."
+    return f"*{name}*: {', '.join(filter(None, parts))}."
 
 
 def page(comparison: Comparison, images: Mapping[str, str]) -> str:
     """Returns the comparison in Markdown; `images` are the files of its figures by chapter."""
     base, other = comparison.base, comparison.other
     parts = [
-        f"# {other.name} beside {base.name}",
-        f"{provenance(base)} {provenance(other)}",
-        f"A ratio of times says how many times as fast {other.name} is; of memory, how many times "
-        f"as much {base.name} takes. It is *level* within 3 % of 1. Device, sustained and call "
+        f"# {other} beside {base}",
+        comparison.sources,
+        f"A ratio of times says how many times as fast {other} is; of memory, how many times "
+        f"as much {base} takes. It is *level* within 3 % of 1. Device, sustained and call "
         "times are compared with their own kind only.",
         "\n".join(f"- {line}" for line in findings(comparison)),
         "## The card's rows",
@@ -386,15 +385,15 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
     for comparison in comparisons:
         images = {}
         for chapter in comparison.common["chapter"].unique():
-            name = f"{slugify(comparison.other.name)}_{chapter[:2]}.svg"
+            name = f"{slugify(comparison.other)}_{chapter[:2]}.svg"
             image = figures.svg(figure(comparison, chapter))
             written.append(write_bytes_atomic(folder / name, image))
             images[chapter] = name
         pages.append(page(comparison, images))
-        rows = folder / f"{slugify(comparison.other.name)}.csv"
+        rows = folder / f"{slugify(comparison.other)}.csv"
         written.append(write_text_atomic(rows, tables.to_csv(comparison.common)))
     text = "\n".join(pages)
-    title = f"Devices beside {comparisons[0].base.name}"
+    title = f"Devices beside {comparisons[0].base}"
     written.append(write_text_atomic(folder / "compare.md", text))
     html_page = html.html(text, folder, title)
     return [*written, write_text_atomic(folder / "compare.html", html_page)]
@@ -404,17 +403,17 @@ def others(chapters: Chapters, root: Path) -> str:
     """Returns the section of a report on the other devices in `root` of its kind, "" where there is
     none: how much slower a CPU is than a GPU, on a smoke test's few rows, is no finding.
     """
-    first = next(iter(chapters.values()))
-    base = Side(first.asked_device, chapters)
+    first = _first(chapters)
+    base = first.asked_device
     lines = []
     for name in measured_devices(root):
-        if name == base.name or re.match(r"\d+x-", name):
+        if name == base or re.match(r"\d+x-", name):
             continue
         try:
             other = side(name, root)
-            if next(iter(other.chapters.values())).device_kind != first.device_kind:
+            if _first(other).device_kind != first.device_kind:
                 continue
-            rows = Comparison(base, other).common
+            rows = Comparison(chapters, other).common
         except (RequestError, RecordError):  # `labkit compare` says what is wrong with it
             continue
         line = {"device": name, "rows in common": f"{len(rows):,}"}
@@ -432,7 +431,7 @@ def others(chapters: Chapters, root: Path) -> str:
         return ""
     text = (
         "Times as fast as this device, in the median row; all rows: "
-        f"`labkit compare {base.name} {lines[0]['device']}`."
+        f"`labkit compare {base} {lines[0]['device']}`."
     )
     frame = pd.DataFrame(lines).fillna("–")
     return f"## Other devices\n\n{tables.to_markdown(frame)}\n\n{text}"
