@@ -38,7 +38,7 @@ MEMORY = "memory"
 VALUES = ("step_kernel_ms", "median_ms", "sustained_ms", "host_median_ms", "peak_bytes")
 """What is compared of a record; of each kind the first that it has."""
 
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1)
 TICKS += tuple(1 / tick for tick in reversed(TICKS[:-1]))
 """Where a figure's axis of ratios has a number, if the ratios reach so far."""
 
