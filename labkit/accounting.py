@@ -409,7 +409,7 @@ def checkpoint_moments(
     if not plan:
         return peak_moments(config, batch, context, "train_step", **known)
     run = _Pass(config, batch, context, **known)
-    stream = residual_stream_bytes(config, batch, context)
+    stream = 4 * run.stream
     gradients = block_gradient_bytes(config) // run.shards
     inputs = len(_group_sizes(config.num_layers, plan[0])) * stream
     moments = {

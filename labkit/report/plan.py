@@ -134,7 +134,7 @@ def read_config(path: Path) -> ModelConfig:
             )
         return value
 
-    experts = [name for name in content if "num_experts" in name or "_experts" in name]
+    experts = [name for name in content if "_experts" in name]
     if experts:
         raise RequestError(
             f"{path}: architecture {kind!r} has {experts[0]}; accepted: models without experts"
@@ -169,9 +169,10 @@ def _rounding(num_bytes: int) -> float:
     """
     if num_bytes <= MIB:
         return 0
-    num_tensors = max(1, 20 * MIB // num_bytes) if num_bytes < 10 * MIB else 1
-    segment = 20 * MIB if num_bytes < 10 * MIB else -(-num_bytes // (2 * MIB)) * 2 * MIB
-    rest = segment - num_tensors * num_bytes
+    num_tensors = 1
+    rest = -num_bytes % (2 * MIB)
+    if num_bytes < 10 * MIB:
+        num_tensors, rest = divmod(20 * MIB, num_bytes)
     return rest / num_tensors if rest <= MIB else 0
 
 
