@@ -12,7 +12,7 @@ output (once, for an all-reduce twice). An FFN layer's matrices count 2 bytes an
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -120,56 +120,51 @@ Not derived: it puts the peaks of 17 recorded steps of five sizes within 4 %.
 """
 
 
+@dataclass
 class _Pass:
     """A pass over batch × context tokens: numbers of elements, and bytes of its parts.
 
     Args and Raises as in `block_activation_bytes`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        context: int,
-        precision: str = "fp32",
-        attention: str = "eager",
-        device_kind: str = "cpu",
-        is_compiled: bool = False,
-        shards: int = 1,
-    ):
-        _check("precision", precision, ("fp32", "tf32", "bf16"))
-        _check("attention", attention, ("eager", "fused"))
-        _check("kind of device", device_kind, DEVICE_KINDS)
-        self.config = config
-        self.shards = shards
-        self.is_bf16 = precision == "bf16"
-        self.is_fused = attention == "fused"
-        self.is_cuda = device_kind == "cuda"
+    config: ModelConfig
+    batch: int
+    context: int
+    precision: str = "fp32"
+    attention: str = "eager"
+    device_kind: str = "cpu"
+    is_compiled: bool = False
+    shards: int = 1
+
+    def __post_init__(self):
+        _check("precision", self.precision, ("fp32", "tf32", "bf16"))
+        _check("attention", self.attention, ("eager", "fused"))
+        _check("kind of device", self.device_kind, DEVICE_KINDS)
+        config = self.config
+        self.is_bf16 = self.precision == "bf16"
+        self.is_fused = self.attention == "fused"
+        self.is_cuda = self.device_kind == "cuda"
         # Autocast computes the softmax in fp32 on CUDA alone.
         self.casts_softmax = self.is_bf16 and self.is_cuda
-        # Bytes of an element of the matrix products' inputs and results.
+        # Bytes of an element of the matrix products' inputs and results, and of autocast's copies.
         self.element = element = 2 if self.is_bf16 else 4
+        copy = 2 if self.is_bf16 else 0
 
-        # Elements: the residual, the logits, one block's scores, one mask (a byte each).
+        # Elements: the residual, the logits, one block's scores, one mask (a byte each), and the
+        # rotary tables, two for q and two for k.
         d = config.d_model
-        self.tokens = tokens = batch * context
+        self.tokens = tokens = self.batch * self.context
         self.stream = stream = tokens * d
         self.logits = tokens * config.vocab_size
-        self.scores = batch * config.num_heads * context**2
-        self.mask = context**2
+        self.scores = self.batch * config.num_heads * self.context**2
+        self.mask = self.context**2
+        rotary = 4 * self.context * config.d_head
 
-        # Bytes. Autocast's copies of all blocks' matrices are kept until it is left.
-        matrices = _block_matrix_parameters(config)
-        tables = 2 * 4 * context * config.d_head
-        self.cast_bytes = block_copies = attention_copies = self.head_copies = 0
-        # Shared out, matrices are gathered in 16 bits for one block at a time.
-        num_copies = 1 if self.is_bf16 and shards == 1 else 0
-        matrix_copies = num_copies * 2 * matrices
-        if self.is_bf16:
-            self.cast_bytes = config.num_layers * matrix_copies
-            block_copies = 2 * 5 * stream + tables
-            attention_copies = 2 * (3 * stream + 3 * d * d) + tables
-            self.head_copies = 2 * (tokens + config.vocab_size) * d
+        # Bytes. Autocast's copies of all blocks' matrices are kept until it is left; shared out,
+        # matrices are gathered in 16 bits for one block at a time.
+        matrix_copies = copy * _block_matrix_parameters(config) if self.shards == 1 else 0
+        self.cast_bytes = config.num_layers * matrix_copies
+        self.head_copies = copy * (tokens + config.vocab_size) * d
         # Input, normalized output, reciprocal rms and, if matrices read it uncast, scaled output.
         norm = 4 * ((2 if self.is_bf16 else 3) * stream + tokens)
         # What attention keeps besides q, k, v and its output.
@@ -178,10 +173,11 @@ class _Pass:
             scores_bytes = (6 if self.casts_softmax else element) * self.scores + self.mask
         hidden = (4 if config.is_gated else 2) * config.d_ff
         widths = element * tokens * (2 * sum(config.attention_widths) + hidden)
-        kept = 2 * norm + block_copies + widths + scores_bytes
-        kept = round(COMPILED_KEEPS * kept) if is_compiled else kept
+        kept = 2 * norm + copy * (5 * stream + rotary) + widths + scores_bytes
+        kept = round(COMPILED_KEEPS * kept) if self.is_compiled else kept
         self.block_bytes = kept + matrix_copies
         # What a block keeps up to the scores: the norm, q, k and v, the copies they were made from.
+        attention_copies = copy * (3 * stream + 3 * d * d + rotary)
         self.attention_part_bytes = norm + 3 * element * stream + attention_copies
         # Final norm, log-probabilities, loss and its count.
         self.head_bytes = norm + 4 * self.logits + self.head_copies + 8
@@ -192,7 +188,7 @@ class _Pass:
         # What all blocks but the last keep.
         self.earlier_bytes = (config.num_layers - 1) * self.block_bytes
         # Token and target indices (int64), rotary tables.
-        self.resident_bytes = parameter_bytes(config) + 2 * 8 * tokens + tables
+        self.resident_bytes = parameter_bytes(config) + 2 * 8 * tokens + 2 * rotary
 
 
 def block_activation_bytes(config: ModelConfig, batch: int, context: int, **known: Any) -> int:
@@ -220,13 +216,6 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
     return _Pass(config, batch, context, **known).block_bytes
 
 
-PEAK_PHASES = ("inference", "forward", "train_step")
-"""inference: forward without gradient, to the logits. forward: with gradient, to the loss.
-train_step: forward, backward and a fused AdamW step, the optimizer's state made before, the
-gradients during it.
-"""
-
-
 def peak_moments(
     config: ModelConfig, batch: int, context: int, phase: str, **known: Any
 ) -> dict[str, int]:
@@ -238,7 +227,9 @@ def peak_moments(
     up.
 
     Args:
-        phase: one of PEAK_PHASES; the others as in `block_activation_bytes`.
+        phase: "inference" (forward without gradient, to the logits), "forward" (with gradient, to
+            the loss) or "train_step" (forward, backward and a fused AdamW step, the optimizer's
+            state made before, the gradients during it); the others as in `block_activation_bytes`.
 
     Raises ValueError for another phase, precision, attention or kind of device.
 
@@ -246,17 +237,16 @@ def peak_moments(
     backward formulas, and its softmax's backward on CUDA, which writes one matrix more (see
     `attention_reserved_bytes`).
     """
-    _check("phase", phase, PEAK_PHASES)
+    makers = {
+        "inference": _inference_moments,
+        "forward": _forward_moments,
+        "train_step": _train_step_moments,
+    }
+    _check("phase", phase, makers)
     run = _Pass(config, batch, context, **known)
-    resident = run.resident_bytes
-    if phase == "inference":
-        moments = _inference_moments(run)
-    elif phase == "forward":
-        moments = _forward_moments(run)
-    else:
-        moments = _train_step_moments(run)
-        resident += optimizer_state_bytes(config)
-    return {name: resident + num_bytes for name, num_bytes in moments.items()}
+    state = optimizer_state_bytes(config) if phase == "train_step" else 0
+    resident = run.resident_bytes + state
+    return {name: resident + num_bytes for name, num_bytes in makers[phase](run).items()}
 
 
 def peak_bytes(config: ModelConfig, batch: int, context: int, phase: str, **known: Any) -> int:
@@ -419,7 +409,7 @@ def checkpoint_moments(
     if not plan:
         return peak_moments(config, batch, context, "train_step", **known)
     run = _Pass(config, batch, context, **known)
-    stream = residual_stream_bytes(config, batch, context)
+    stream = 4 * run.stream
     gradients = block_gradient_bytes(config) // run.shards
     inputs = len(_group_sizes(config.num_layers, plan[0])) * stream
     moments = {

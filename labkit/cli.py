@@ -257,14 +257,14 @@ def _write_report(
 
 def _summary(folders: Mapping[str, Path], failures: dict[str, str]) -> None:
     from labkit.records import newest_of, to_frame
+    from labkit.report.card import status_counts
     from labkit.report.text import disturbed_note
 
     records = newest_of(folders)
     print(file=sys.stderr)
     for name in folders:
-        counts = Counter(record.status for record in records[name])
-        states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        print(f"{name}: {states or 'no records'}{'  FAILED' if name in failures else ''}")
+        states = status_counts(records[name]) or "no records"
+        print(f"{name}: {states}{'  FAILED' if name in failures else ''}")
     for error in failures.values():
         print(f"labkit: {error}", file=sys.stderr)
     for sentence in disturbed_note(to_frame(itertools.chain(*records.values()))):

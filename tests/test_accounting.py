@@ -27,18 +27,6 @@ small_cases = pytest.mark.parametrize(
 )
 
 
-def build(config: ModelConfig, batch: int, context: int, device: str = "cpu") -> tuple:
-    """Returns a model with eager attention, tokens and targets; each of the two a tensor of its
-    own.
-    """
-    torch.manual_seed(0)
-    model = TransformerLM(config, max_context=context, attention="eager", device=device)
-    tokens, targets = (
-        torch.randint(config.vocab_size, (batch, context), device=device) for _ in range(2)
-    )
-    return model, tokens, targets
-
-
 @pytest.mark.parametrize("config", [*SIZES.values(), ODD], ids=lambda config: config.name)
 def test_parameter_counts_are_those_of_the_modules(config):
     model = TransformerLM(config, max_context=8, device="meta")
@@ -53,12 +41,6 @@ def test_parameter_counts_are_those_of_the_modules(config):
     assert accounting.num_matmul_parameters(config) == matrices - count(model.embedding)
 
 
-def counted_flops(function) -> int:
-    with FlopCounterMode(display=False) as counter:
-        function()
-    return counter.get_total_flops()
-
-
 @small_cases
 @pytest.mark.parametrize("phase", ["forward", "backward", "train_step"])
 def test_phase_flops_are_the_matrix_products_that_run(config, batch, context, phase):
@@ -67,7 +49,8 @@ def test_phase_flops_are_the_matrix_products_that_run(config, batch, context, ph
     A backward pass is exactly two forwards: each product gives two, one per operand. The first
     layer is no exception: what goes into it is the embedding, which has a gradient of its own.
     """
-    model, tokens, targets = build(config, batch, context)
+    model = TransformerLM(config, max_context=context, attention="eager")
+    tokens, targets = torch.randint(config.vocab_size, (2, batch, context))
     optimizer = torch.optim.SGD(model.parameters())
 
     def loss():
@@ -77,14 +60,11 @@ def test_phase_flops_are_the_matrix_products_that_run(config, batch, context, ph
         loss().backward()
         optimizer.step()
 
-    runs = {
-        "forward": loss,
-        "backward": loss().backward,
-        "train_step": train_step,
-    }
-    assert counted_flops(runs[phase]) == accounting.phase_flops(
-        config, batch, context, phase, causal=False
-    )
+    runs = {"forward": loss, "backward": loss().backward, "train_step": train_step}
+    with FlopCounterMode(display=False) as counter:
+        runs[phase]()
+    predicted = accounting.phase_flops(config, batch, context, phase, causal=False)
+    assert counter.get_total_flops() == predicted
 
 
 @small_cases
@@ -122,16 +102,11 @@ def test_peak_bytes_are_those_of_the_tensors_alive_at_once():
 @pytest.mark.parametrize("sizes", [(7, 7), (5, 9)], ids=str)
 @pytest.mark.parametrize("limits", [(-1, 0), (3, 1)], ids=str)
 def test_pairs_are_those_that_the_mask_shows(sizes, limits):
-    (num_queries, num_keys), (left, right) = sizes, limits
-    own, key = (
-        torch.arange(num_queries)[:, None] + num_keys - num_queries,
-        torch.arange(num_keys)[None],
-    )
-    shown = (own >= key - (right if right >= 0 else 99)) & (
-        own <= key + (left if left >= 0 else 99)
-    )
-    halves = (shown & (own == key)).sum().item() / 2 if right == 0 else 0
-    assert accounting.attention_pairs(*sizes, *limits) == shown.sum().item() - halves
+    before, after = (99 if limit < 0 else limit for limit in limits)
+    own = sizes[1] - sizes[0]
+    shown = torch.ones(sizes).tril(own + after).triu(own - before)
+    halves = shown.diagonal(own).sum() / 2 if after == 0 else 0
+    assert accounting.attention_pairs(*sizes, *limits) == shown.sum() - halves
 
 
 @pytest.mark.parametrize("operation", accounting.OPERATIONS)

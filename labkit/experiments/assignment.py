@@ -190,7 +190,7 @@ def entrant(adapters: ModuleType, name: str) -> Callable:
         return functools.partial(_attend, functools.cache(adapter))
     if CONTESTS[name] == "optimizer":
         return functools.partial(_on_one_rank, adapter)
-    return functools.partial(_Wrapped, adapters, name)
+    return functools.partial(_wrapped, adapters, name)
 
 
 def _attend(function: Callable, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -205,23 +205,17 @@ def _on_one_rank(adapter: Callable, params: list, **options: Any) -> torch.optim
     return adapter(params, torch.optim.AdamW, **options)
 
 
-class _Wrapped(nn.Module):
-    """A module in a wrapper whose steps are functions beside it."""
-
-    def __init__(self, adapters: ModuleType, name: str, module: nn.Module):
-        super().__init__()
-        options = {"bucket_size_mb": 100} if name == "get_ddp_bucketed" else {}
-        self.wrapped = getattr(adapters, name)(module, **options)
-        prefix = name.removeprefix("get_")
-        self._begin = getattr(adapters, f"{prefix}_on_train_batch_start", None)
-        self._finish = getattr(adapters, f"{prefix}_on_after_backward")
-        # They may ask for one; the contest's own makes the steps.
-        self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        if self._begin:
-            self._begin(self.wrapped, self._optimizer)
-        return self.wrapped(*inputs)
-
-    def finish_gradient_synchronization(self) -> None:
-        self._finish(self.wrapped, self._optimizer)
+def _wrapped(adapters: ModuleType, name: str, module: nn.Module) -> nn.Module:
+    """Returns a module in a wrapper whose steps are functions beside it."""
+    options = {"bucket_size_mb": 100} if name == "get_ddp_bucketed" else {}
+    wrapped = getattr(adapters, name)(module, **options)
+    # The functions may ask for an optimizer; the contest's own makes the steps.
+    arguments = wrapped, torch.optim.SGD(wrapped.parameters(), lr=0)
+    prefix = name.removeprefix("get_")
+    begin = getattr(adapters, f"{prefix}_on_train_batch_start", None)
+    finish = getattr(adapters, f"{prefix}_on_after_backward")
+    outer = nn.Sequential(wrapped)  # the wrapper may have a method of the same name
+    outer.finish_gradient_synchronization = functools.partial(finish, *arguments)
+    if begin:
+        outer.register_forward_pre_hook(lambda *_: begin(*arguments))
+    return outer

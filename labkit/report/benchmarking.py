@@ -103,20 +103,13 @@ def repeats(differences: pd.DataFrame) -> Figure:
     """Draws how far each row of another session lies from the first, a dot a row, by kind of
     time.
     """
-    kinds = list(sessions.LIMITS)
-    figure, (axis,) = figures.panels(1, height=2.6)
-    for place, kind in enumerate(kinds):
-        values = select(differences, kind=kind)["difference"].clip(lower=1e-3).sort_values()
-        spread = figures.spread(place, len(values), 0.7)
-        axis.scatter(values, spread, s=6, alpha=0.5, color=figures.SERIES[place], linewidths=0)
-    axis.axvline(0.05, color="0.4", linewidth=1, linestyle=":")
-    axis.set_xscale("log")
-    axis.set_xticks(
-        [0.001, 0.01, 0.05, 0.1, 0.5, 1], ["≤ 0.1 %", "1 %", "5 %", "10 %", "50 %", "100 %"]
-    )
-    axis.set_yticks(range(len(kinds)), kinds)
-    axis.set_xlabel("slower than the faster of two sessions by")
-    return figure
+    groups = {
+        kind: select(differences, kind=kind)["difference"].clip(lower=1e-3)
+        for kind in sessions.LIMITS
+    }
+    ticks = {0.001: "≤ 0.1 %"} | {end: percent(end) for end in (0.01, 0.05, 0.1, 0.5, 1)}
+    label = "slower than the faster of two sessions by"
+    return figures.dots(groups, 0.05, ticks, label, height=2.6)
 
 
 def utilisation(executions: pd.DataFrame, ceilings: pd.DataFrame) -> Figure | None:

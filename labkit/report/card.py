@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,7 +89,12 @@ def page(chapters: Chapters, keyed: Mapping[str, tuple[str, str]]) -> str:
         f"# {title(first_of(chapters))}",
         _provenance_line(chapters),
         *_ladder_part(chapters),
-        *_attention_part(chapters),
+        *_part(
+            "Which attention?",
+            attention_table(frame_of(chapters, "06_flash_attention", "rivals")),
+            f"Device time in bf16, in a burst, of {listing(ATTENTION.values())}. Chapter 06 "
+            "has them at the power limit, where order can change.",
+        ),
         *_fits_part(chapters),
     ]
     answers = [
@@ -176,12 +181,15 @@ def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | None:
-    """Draws the ladder, a line a size; dashed what a step would take at the sustained roof of
-    bf16.
+def ladder(chapters: Chapters) -> Figure | None:
+    """Draws the ladder, a line a size, None where no step was replayed; dotted what a step would
+    take at the sustained roof of bf16.
     """
+    ceilings = frame_of(chapters, "01_benchmarking", "ceilings")
+    roof = only(ceilings, kind="gemm", precision="bf16") or {}
+    roof_tflops = roof.get("sustained_tflops")
+    steps = usable(_steps(chapters), "median_ms")
     figure, (axis,) = figures.panels(1, height=3.6)
-    steps = usable(steps, "median_ms")
     for size in LADDER_SIZES:
         rungs = [only(steps, size=size, **rung) for rung in LADDER.values()]
         times = {place: row["median_ms"] for place, row in enumerate(rungs) if row}
@@ -207,13 +215,6 @@ def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | No
     axis.margins(x=0.06, y=0.15)
     figures.finish(figure)
     return figure
-
-
-def ladder(chapters: Chapters) -> Figure | None:
-    """Returns the figure of the ladder, None where no step was replayed."""
-    ceilings = frame_of(chapters, "01_benchmarking", "ceilings")
-    roof = only(ceilings, kind="gemm", precision="bf16") or {}
-    return ladder_figure(_steps(chapters), roof.get("sustained_tflops"))
 
 
 def _ladder_part(chapters: Chapters) -> list[str]:
@@ -278,15 +279,6 @@ def _beside(fastest: Row, row: Row) -> str:
         return "level"
     doubt = f", undecided ({fact['interval']})" if fact.verdict == verdicts.UNDECIDED else ""
     return f"{fact['ratio']} as fast{doubt}"
-
-
-def _attention_part(chapters: Chapters) -> list[str]:
-    text = (
-        f"Device time in bf16, in a burst, of {listing(ATTENTION.values())}. Chapter 06 "
-        "has them at the power limit, where order can change."
-    )
-    rivals = frame_of(chapters, "06_flash_attention", "rivals")
-    return _part("Which attention?", attention_table(rivals), text)
 
 
 def _part(heading: str, table: pd.DataFrame, text: str) -> list[str]:
@@ -391,11 +383,11 @@ def _machine(chapter: Chapter) -> str:
 
 
 def _versions(records: Sequence[Record]) -> str:
-    versions: defaultdict[str, set[str]] = defaultdict(set)
+    versions: dict[str, set[str]] = {}
     for record in records:
         for package, version in record.software.items():
             if version:
-                versions[package].add(str(version))
+                versions.setdefault(package, set()).add(str(version))
     texts = [f"{package} {' and '.join(sorted(seen))}" for package, seen in versions.items()]
     return f"{', '.join(texts)}; of packages not named here no version was recorded"
 
@@ -452,7 +444,6 @@ def not_shown(shown: Sequence[Record], every: Sequence[Record]) -> list[str]:
         "Tokens and weights are random: only chapter 03's toy task is about learning.",
     ]
     if failed:
-        reasons = list(dict.fromkeys(f"{one.section}: {one.reason[:80]}" for one in failed))
-        reasons = listing(reasons, 2)
+        reasons = listing(dict.fromkeys(f"{one.section}: {one.reason[:80]}" for one in failed), 2)
         lines.append(f"{count(len(failed), 'measurement')} ended in an error ({reasons}).")
     return lines

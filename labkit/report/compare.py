@@ -7,9 +7,8 @@ are of one kind. What is not alike is named and enters no ratio.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -20,7 +19,6 @@ from labkit.device import slug_of, slugify
 from labkit.records import (
     HOST_SECTION,
     SESSION_SECTION,
-    Record,
     RecordError,
     check_device_folder,
     measured_devices,
@@ -29,7 +27,7 @@ from labkit.records import (
 )
 from labkit.report import figures, tables, verdicts
 from labkit.report import page as html
-from labkit.report.chapter import Chapters, chapters_of, commits_of, dates_of, torch_of
+from labkit.report.chapter import Chapter, Chapters, chapters_of, commits_of, dates_of, torch_of
 from labkit.report.facts import LEAST_MS, case_name
 from labkit.report.frame import Row, mark, select
 from labkit.report.text import count, gib, listing, number, span, times
@@ -40,7 +38,7 @@ MEMORY = "memory"
 VALUES = ("step_kernel_ms", "median_ms", "sustained_ms", "host_median_ms", "peak_bytes")
 """What is compared of a record; of each kind the first that it has."""
 
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1)
 TICKS += tuple(1 / tick for tick in reversed(TICKS[:-1]))
 """Where a figure's axis of ratios has a number, if the ratios reach so far."""
 
@@ -54,19 +52,8 @@ MOST_ROWS = 12
 MOST_NAMED = 3
 
 
-class Side(NamedTuple):
-    """A device as it is compared: what it is called here, and its chapters."""
-
-    name: str
-    chapters: Chapters
-
-    @property
-    def records(self) -> list[Record]:
-        return [record for one in self.chapters.values() for record in one.all_records()]
-
-
-def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Side:
-    """Returns a device by its slug, "this", or its folder, wherever that lies.
+def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Chapters:
+    """Returns the chapters of a device by its slug, "this", or its folder, wherever that lies.
 
     Args:
         root: where the devices' folders lie; names: of the notebooks, all by default.
@@ -79,9 +66,15 @@ def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Side
         folder = folder.resolve()
         root = folder.parent
         name = folder.name
-    name = slug_of(name)
-    chapters = chapters_of(name, root)
-    return Side(name, {key: one for key, one in chapters.items() if not names or key in names})
+    chapters = chapters_of(slug_of(name), root)
+    chapters = {key: one for key, one in chapters.items() if not names or key in names}
+    if not chapters:
+        raise RequestError(f"{name} has no records of {', '.join(names)}")
+    return chapters
+
+
+def _first(chapters: Chapters) -> Chapter:
+    return next(iter(chapters.values()))
 
 
 def _values(row: Row) -> dict[str, str]:
@@ -94,28 +87,25 @@ def _values(row: Row) -> dict[str, str]:
     return values
 
 
-class Measurement(NamedTuple):
-    """A record, and the row of it that the reports read."""
-
-    record: Record
-    row: Row
-
-
-def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Measurement]:
-    """Returns what was measured by chapter, section, case and phase; a ceiling of chapter 01's
-    alone.
+def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Row]:
+    """Returns the rows that the reports read, with their case and measurement_version, by chapter,
+    section, case and phase; a ceiling of chapter 01's alone.
     """
     measurements = {}
     for name, chapter in chapters.items():
         records = chapter.all_records()
         frame = chapter.records(*{record.section for record in records})
         for record, row in zip(records, frame.to_dict("records"), strict=True):
-            is_repeat = record.section == SESSION_SECTION and not name.startswith("01")
-            if record.section not in NOT_COMPARED and not is_repeat:
-                case = json.dumps(record.case, sort_keys=True)
-                if record.section == SESSION_SECTION:
-                    row = _of_one_unit(row)
-                measurements[name, record.section, case, record.phase] = Measurement(record, row)
+            is_roof = record.section == SESSION_SECTION
+            if record.section in NOT_COMPARED or (is_roof and not name.startswith("01")):
+                continue
+            if is_roof:
+                row = _of_one_unit(row)
+            case = json.dumps(record.case, sort_keys=True)
+            version = {"measurement_version": record.measurement_version}
+            measurements[name, record.section, case, record.phase] = (
+                row | version | {"case": record.case}
+            )
     return measurements
 
 
@@ -130,23 +120,43 @@ def _of_one_unit(row: Row) -> Row:
     return row | {"sustained_ms": time, "median_ms": None, "peak_bytes": None, "sessions": None}
 
 
-def _difference(base: Record, other: Record) -> str:
-    """Returns why two records of a case cannot be compared, "" where they can."""
-    versions = base.measurement_version, other.measurement_version
+def _difference(chapter: str, base: Row, other: Row) -> str:
+    """Returns why two measured rows of a case cannot be compared, "" where they can."""
+    versions = base["measurement_version"], other["measurement_version"]
     if versions[0] != versions[1]:
-        return f"{base.notebook} was measured in two ways, {versions[0]} and {versions[1]}"
-    if base.section == SESSION_SECTION:
-        return ""
-    for name, value in base.observed.items():
-        if isinstance(value, int) and other.observed.get(name, value) != value:
-            return f"{base.notebook}, {base.section}: {name} differs"
+        return f"{chapter} was measured in two ways, {versions[0]} and {versions[1]}"
+    where = f"{chapter}, {base['section']}"
+    for name, value in base["observed"].items():
+        is_roof = base["section"] == SESSION_SECTION
+        if isinstance(value, int) and not is_roof and other["observed"].get(name, value) != value:
+            return f"{where}: {name} differs"
+    kinds = _values(base)
+    other_kinds = _values(other)
+    if kinds and not kinds.keys() & other_kinds.keys():
+        return f"{where}: {listing(kinds)} against {listing(other_kinds)}"
     return ""
+
+
+def _ratios(base: Row, other: Row) -> list[dict]:
+    """Returns a row of `Comparison.common` for each kind of value that both have."""
+    rows = []
+    others = _values(other)
+    for kind, value in _values(base).items():
+        if kind not in others:
+            continue
+        ratio = verdicts.ratio(base, other, value, others[kind])
+        row = {"kind": kind, "base": base[value], "other": other[others[kind]]}
+        row |= {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high}
+        row |= {"verdict": ratio.verdict}
+        rows.append(row | {"mark": mark(base, value) or mark(other, others[kind])})
+    return rows
 
 
 class Comparison:
     """One device beside a baseline.
 
     Attributes:
+        base, other: what the devices are called here; sources: what measured them, in words.
         common: a row per value that both have: chapter, section, case, phase, kind, base, other,
             ratio (base ÷ other: how many times as fast, or as small, the other is), low, high,
             verdict, mark.
@@ -158,77 +168,51 @@ class Comparison:
         RequestError: nothing was measured alike on both.
     """
 
-    def __init__(self, base: Side, other: Side):
-        if other.name == base.name:
+    def __init__(self, base: Chapters, other: Chapters):
+        self.base = _first(base).asked_device
+        self.other = _first(other).asked_device
+        if self.other == self.base:
             # A device measured twice: the second is named by the folder that it lies in.
-            where = next(iter(other.chapters.values())).folder.parent.name
-            other = other._replace(name=f"{other.name} in {where}")
-        self.base = base
-        self.other = other
-        ours = _measurements(base.chapters)
-        theirs = _measurements(other.chapters)
+            self.other += f" in {_first(other).folder.parent.name}"
+        self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
+        ours = _measurements(base)
+        theirs = _measurements(other)
         self.unlike: Counter[str] = Counter()
         common = []
         single = []
         for key in dict.fromkeys([*ours, *theirs]):
             chapter, section, _, phase = key
             pair = (ours.get(key), theirs.get(key))
-            case = next(one.record.case for one in pair if one)
+            case = (pair[0] or pair[1])["case"]
             words = case_name(dict(sorted(case.items(), key=lambda item: item[0] != "size")))
             head = {"chapter": chapter, "section": section, "case": words, "phase": phase}
-            measured = [one is not None and one.record.status == "ok" for one in pair]
+            measured = [row is not None and row["status"] == "ok" for row in pair]
             if all(measured):
-                common += [head | row for row in self._compared(*pair)]
+                difference = _difference(chapter, *pair)
+                self.unlike[difference] += 1
+                common += [] if difference else [head | row for row in _ratios(*pair)]
             elif any(measured):
-                name = base.name if measured[0] else other.name
-                single.append(
-                    head | {"has": name, "why": _why(pair[1] if measured[0] else pair[0])}
-                )
+                name = self.base if measured[0] else self.other
+                why = _why(pair[1] if measured[0] else pair[0])
+                single.append(head | {"has": name, "why": why})
+        del self.unlike[""]
         if not common:
             reasons = f" ({listing(self.unlike, MOST_NAMED)})" if self.unlike else ""
             raise RequestError(
-                f"{base.name} and {other.name} have no row in common{reasons}; "
+                f"{self.base} and {self.other} have no row in common{reasons}; "
                 "`labkit run --profile quick` measures rows that every device of a kind has"
             )
         self.common = pd.DataFrame(common)
         self.single = pd.DataFrame(single, columns=[*head, "has", "why"])
 
-    def _compared(self, base: Measurement, other: Measurement) -> Iterator[dict]:
-        if difference := _difference(base.record, other.record):
-            self.unlike[difference] += 1
-            return
-        values = _values(base.row)
-        other_values = _values(other.row)
-        for kind in values:
-            if kind not in other_values:
-                continue
-            columns = values[kind], other_values[kind]
-            if kind == MEMORY:
-                ratio = verdicts.exact(base.row["peak_bytes"], other.row["peak_bytes"])
-            else:
-                ratio = verdicts.ratio(base.row, other.row, *columns)
-            yield {
-                "kind": kind,
-                "base": base.row[columns[0]],
-                "other": other.row[columns[1]],
-                "ratio": ratio.mid,
-                "low": ratio.low,
-                "high": ratio.high,
-                "verdict": ratio.verdict,
-                "mark": mark(base.row, columns[0]) or mark(other.row, columns[1]),
-            }
-        if values and not values.keys() & other_values.keys():
-            kinds = f"{listing(values)} against {listing(other_values)}"
-            self.unlike[f"{base.record.notebook}, {base.record.section}: {kinds}"] += 1
 
-
-def _why(missing: Measurement | None) -> str:
+def _why(missing: Row | None) -> str:
     if missing is None:
         return "not measured"
-    record = missing.record
+    status = missing["status"]
     words = {"oom": "did not fit", "skipped": "not possible", "timeout": "took too long"}
-    reason = "" if record.status == "oom" else record.reason.split("\n")[0][:80]
-    return ": ".join(filter(None, [words.get(record.status, record.status), reason]))
+    reason = "" if status == "oom" else missing["reason"].split("\n")[0][:80]
+    return ": ".join(filter(None, [words.get(status, status), reason]))
 
 
 # ---- what a page says ----------------------------------------------------------------------------
@@ -266,8 +250,8 @@ def shown(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
             {
                 "case": _label(row),
                 "kind": f"{row['kind']}, {unit}",
-                comparison.base.name: form(row["base"]),
-                comparison.other.name: form(row["other"]),
+                comparison.base: form(row["base"]),
+                comparison.other: form(row["other"]),
                 "ratio": row["mark"] + times(row["ratio"]),
                 "interval": span(row["low"], row["high"]),
                 "verdict": row["verdict"],
@@ -297,32 +281,27 @@ def findings(comparison: Comparison) -> list[str]:
     """Returns what the comparison says in sentences: the roofs, the tally of each kind of time, the
     extremes, and what fits on one device alone.
     """
-    other = comparison.other.name
+    other = comparison.other
     unmarked = comparison.common[comparison.common["mark"] == ""]
+    is_roof = unmarked["section"] == SESSION_SECTION
     lines = []
-    for row in select(unmarked, section=SESSION_SECTION, kind=verdicts.SUSTAINED).to_dict(
-        "records"
-    ):
+    for row in select(unmarked[is_roof], kind=verdicts.SUSTAINED).to_dict("records"):
         interval = f"{times(row['ratio'])} ({span(row['low'], row['high'])})"
         lines.append(f"{row['case']}, sustained: {other} is {interval} as fast.")
-    measured = unmarked[unmarked["section"] != SESSION_SECTION]
     # Of a kernel shorter than that a device's launch overhead is the larger part.
-    measured = measured[(measured["base"] >= LEAST_MS) | (measured["kind"] == MEMORY)]
+    measured = unmarked[~is_roof & (unmarked["base"] >= LEAST_MS)]
     for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
         rows = select(measured, kind=kind)
         if len(rows):
-            shares = listing(_tally(rows))
-            middle = times(rows["ratio"].median())
-            lines.append(
-                f"{kind.capitalize()} times, {count(len(rows), 'row')}: {other} is "
-                f"{middle} as fast in the median; {shares}."
-            )
+            middle = f"{times(rows['ratio'].median())} as fast in the median"
+            head = f"{kind.capitalize()} times, {count(len(rows), 'row')}: {other} is"
+            lines.append(f"{head} {middle}; {listing(_tally(rows))}.")
     device = select(measured, kind=verdicts.DEVICE).sort_values("ratio")
-    for words, rows in (("lowest", device.head(1)), ("highest", device.tail(1))):
-        for row in rows.to_dict("records"):
-            ratio = times(row["ratio"])
-            lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
-    for name, rows in comparison.single[comparison.single["why"] == "did not fit"].groupby("has"):
+    ends = pd.concat([device.head(1), device.tail(1)]).to_dict("records")
+    for words, row in zip(("lowest", "highest"), ends, strict=False):
+        ratio = times(row["ratio"])
+        lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
+    for name, rows in select(comparison.single, why="did not fit").groupby("has"):
         cases = listing(dict.fromkeys(rows["section"] + " " + rows["case"]), MOST_NAMED)
         lines.append(f"{count(len(rows), 'measurement')} fit on {name} alone: {cases}.")
     return lines
@@ -330,64 +309,55 @@ def findings(comparison: Comparison) -> list[str]:
 
 def single(comparison: Comparison) -> pd.DataFrame:
     """Returns how many measurements only one device has, by chapter and reason."""
-    rows = comparison.single
-    if rows.empty:
-        return rows
-    reasons = rows.assign(chapter=rows["chapter"].map(notebooks.title))
-    counts = reasons.groupby(["chapter", "has", "why"], sort=True).size().reset_index(name="rows")
+    reasons = comparison.single.assign(chapter=comparison.single["chapter"].map(notebooks.title))
+    counts = reasons.value_counts(["chapter", "has", "why"], sort=False).reset_index(name="rows")
     counts = counts.sort_values("rows", ascending=False, kind="stable")
     return counts.rename(columns={"has": "only on", "why": "because on the other"})
 
 
-def figure(comparison: Comparison, chapter: str) -> Figure | None:
+def figure(comparison: Comparison, chapter: str) -> Figure:
     """Draws every ratio of a chapter, a dot a row, by section and kind; right of the line the other
     device is faster.
     """
-    rows = comparison.common[comparison.common["chapter"] == chapter]
-    if rows.empty:
-        return None
-    groups = list(rows.groupby(["section", "kind"], sort=False))
-    drawn, (axis,) = figures.panels(1, height=max(1.8, 0.9 + 0.32 * len(groups)))
-    kinds = list(dict.fromkeys(rows["kind"]))
-    for place, ((_, kind), values) in enumerate(groups):
-        ratios = values["ratio"].sort_values()
-        spread = figures.spread(place, len(ratios), 0.6)
-        look = {"s": 9, "alpha": 0.6, "color": figures.SERIES[kinds.index(kind)], "linewidths": 0}
-        axis.scatter(ratios, spread, **look)
-        axis.plot([ratios.median()] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)
-    axis.axvline(1, color="0.4", linewidth=1, linestyle=":")
-    axis.set_xscale("log")
-    ticks = [ratio for ratio in TICKS if rows["ratio"].min() <= ratio <= rows["ratio"].max()]
-    axis.set_xticks(sorted({*ticks, 1}), [times(ratio) for ratio in sorted({*ticks, 1})])
-    axis.minorticks_off()
-    axis.set_yticks(range(len(groups)), [f"{section}, {kind}" for (section, kind), _ in groups])
-    axis.invert_yaxis()
+    rows = select(comparison.common, chapter=chapter)
+    groups = {
+        f"{section}, {kind}": values["ratio"]
+        for (section, kind), values in rows.groupby(["section", "kind"], sort=False)
+    }
+    least, most = rows["ratio"].min(), rows["ratio"].max()
+    ticks = {tick: times(tick) for tick in TICKS if tick == 1 or least <= tick <= most}
     words = "times as fast (of memory: as small)"
-    axis.set_xlabel(f"{comparison.other.name} is … {words} as {comparison.base.name}")
+    label = f"{comparison.other} is … {words} as {comparison.base}"
+    drawn = figures.dots(groups, 1, ticks, label, height=max(1.8, 0.9 + 0.32 * len(groups)))
+    (axis,) = drawn.axes
+    for place, ratios in enumerate(groups.values()):
+        axis.plot([ratios.median()] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)
+    axis.minorticks_off()
+    axis.invert_yaxis()
     axis.set_title(notebooks.title(chapter))
     return drawn
 
 
-def provenance(one: Side) -> str:
+def provenance(name: str, chapters: Chapters) -> str:
     """Returns which software measured a device, when, and from which commit."""
-    records = one.records
+    records = [record for chapter in chapters.values() for record in chapter.all_records()]
     parts = [
         *torch_of(records),
         dates_of(records),
         count(len({record.session for record in records}), "session"),
         f"commit {commits_of(records)}",
     ]
-    return f"*{one.name}*: {', '.join(filter(None, parts))}."
+    return f"*{name}*: {', '.join(filter(None, parts))}."
 
 
 def page(comparison: Comparison, images: Mapping[str, str]) -> str:
     """Returns the comparison in Markdown; `images` are the files of its figures by chapter."""
     base, other = comparison.base, comparison.other
     parts = [
-        f"# {other.name} beside {base.name}",
-        f"{provenance(base)} {provenance(other)}",
-        f"A ratio of times says how many times as fast {other.name} is; of memory, how many times "
-        f"as much {base.name} takes. It is *level* within 3 % of 1. Device, sustained and call "
+        f"# {other} beside {base}",
+        comparison.sources,
+        f"A ratio of times says how many times as fast {other} is; of memory, how many times "
+        f"as much {base} takes. It is *level* within 3 % of 1. Device, sustained and call "
         "times are compared with their own kind only.",
         "\n".join(f"- {line}" for line in findings(comparison)),
         "## The card's rows",
@@ -415,15 +385,15 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
     for comparison in comparisons:
         images = {}
         for chapter in comparison.common["chapter"].unique():
-            name = f"{slugify(comparison.other.name)}_{chapter[:2]}.svg"
+            name = f"{slugify(comparison.other)}_{chapter[:2]}.svg"
             image = figures.svg(figure(comparison, chapter))
             written.append(write_bytes_atomic(folder / name, image))
             images[chapter] = name
         pages.append(page(comparison, images))
-        rows = folder / f"{slugify(comparison.other.name)}.csv"
+        rows = folder / f"{slugify(comparison.other)}.csv"
         written.append(write_text_atomic(rows, tables.to_csv(comparison.common)))
     text = "\n".join(pages)
-    title = f"Devices beside {comparisons[0].base.name}"
+    title = f"Devices beside {comparisons[0].base}"
     written.append(write_text_atomic(folder / "compare.md", text))
     html_page = html.html(text, folder, title)
     return [*written, write_text_atomic(folder / "compare.html", html_page)]
@@ -433,35 +403,35 @@ def others(chapters: Chapters, root: Path) -> str:
     """Returns the section of a report on the other devices in `root` of its kind, "" where there is
     none: how much slower a CPU is than a GPU, on a smoke test's few rows, is no finding.
     """
-    first = next(iter(chapters.values()))
-    base = Side(first.asked_device, chapters)
+    first = _first(chapters)
+    base = first.asked_device
     lines = []
     for name in measured_devices(root):
-        if name == base.name or re.match(r"\d+x-", name):
+        if name == base or re.match(r"\d+x-", name):
             continue
         try:
             other = side(name, root)
-            if next(iter(other.chapters.values())).device_kind != first.device_kind:
+            if _first(other).device_kind != first.device_kind:
                 continue
-            rows = Comparison(base, other).common
+            rows = Comparison(chapters, other).common
         except (RequestError, RecordError):  # `labkit compare` says what is wrong with it
             continue
         line = {"device": name, "rows in common": f"{len(rows):,}"}
+        is_roof = rows["section"] == SESSION_SECTION
         for words, case in ROOFS.items():
-            roof = rows[(rows["section"] == SESSION_SECTION) & rows["case"].str.startswith(case)]
-            first_roof = roof["mark"] + roof["ratio"].map(times)
-            line[words] = first_roof.iloc[0] if len(roof) else "–"
-        steps = rows[(rows["section"] != SESSION_SECTION) & (rows["mark"] == "")]
+            roof = rows[is_roof & rows["case"].str.startswith(case)]
+            for row in roof.head(1).to_dict("records"):
+                line[words] = row["mark"] + times(row["ratio"])
         for kind in (verdicts.DEVICE, verdicts.SUSTAINED):
-            ratios = select(steps, kind=kind)["ratio"]
-            line[f"{kind} times"] = times(ratios.median()) if len(ratios) else "–"
+            ratios = select(rows[~is_roof], mark="", kind=kind)["ratio"]
+            if len(ratios):
+                line[f"{kind} times"] = times(ratios.median())
         lines.append(line)
     if not lines:
         return ""
     text = (
         "Times as fast as this device, in the median row; all rows: "
-        f"`labkit compare {base.name} {lines[0]['device']}`."
+        f"`labkit compare {base} {lines[0]['device']}`."
     )
-    # A column that no device fills says nothing.
-    frame = pd.DataFrame(lines).replace("–", None).dropna(axis=1, how="all").fillna("–")
+    frame = pd.DataFrame(lines).fillna("–")
     return f"## Other devices\n\n{tables.to_markdown(frame)}\n\n{text}"

@@ -188,13 +188,9 @@ def compare_rows(
     plain: str = "",
 ) -> Fact:
     """Returns `compare` of two rows."""
-    if unit_of(value) == "ms":
-        interval = verdicts.ratio(base, other, value)
-        # Of times the base is above the line, of bytes the other.
-        shown = interval.mid
-    else:
-        interval = verdicts.exact(base[value], other[value])
-        shown = 1 / interval.mid
+    interval = verdicts.ratio(base, other, value)
+    # Of times the base is above the line, of bytes the other.
+    shown = interval.mid if unit_of(value) == "ms" else 1 / interval.mid
     ratio = Quantity(shown, "×", mark(base, value) or mark(other, value))
     numbers = {
         "base": quantity(base, value),

@@ -6,9 +6,10 @@ a copy, and a constant per layer, each with a coefficient that is fitted to the 
 records. How far it errs on records that it was not fitted to stands beside every prediction.
 """
 
+import bisect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +23,11 @@ from labkit.configs import (
     FIGURES,
     PRECISIONS,
     SIZES,
-    THIS_DEVICE,
     ModelConfig,
     RequestError,
     model_config,
 )
-from labkit.device import Datasheet, datasheet, detect
+from labkit.device import Datasheet, datasheet, slug_of
 from labkit.records import measured_devices
 from labkit.report.chapter import Chapter, Chapters
 from labkit.report.facts import spread
@@ -77,12 +77,30 @@ class Setting:
 
 
 class Roofs(NamedTuple):
-    """Sustained rates of a device: FLOP/s by precision, B/s of a copy; its memory in bytes."""
+    """Sustained rates of a device, FLOP/s by precision and B/s of a "copy"; its memory in bytes."""
 
-    flops: Mapping[str, float]
-    copy: float
-    memory_bytes: float | None
+    rates: Mapping[str, float]
+    memory_bytes: float
     source: str
+
+
+class Sharing(NamedTuple):
+    """What GPUs share out: a stage as `accounting.zero_bytes` takes it, how many buckets as large
+    as all gradients DDP's way keeps beside them, as chapter 07 measures it, and how often a rank
+    sends what it holds of the parameters.
+    """
+
+    stage: int
+    num_buckets: int
+    num_transfers: int
+
+
+SHARING = {
+    "ddp": Sharing(0, 2, accounting.STEP_TRANSFERS["data_parallel"]),
+    "zero1": Sharing(1, 1, accounting.STEP_TRANSFERS["sharded_optimizer"]),
+    "fsdp": Sharing(3, 0, accounting.STEP_TRANSFERS["fully_sharded"]),
+}
+"""By one of GPU_WAYS."""
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -96,17 +114,15 @@ def read_config(path: Path) -> ModelConfig:
     RequestError for a file or an architecture that cannot be read so.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise RequestError(f"{path}: cannot be read as a config.json ({error})") from None
-    if not isinstance(content, dict):
-        raise RequestError(f"{path}: holds no object, as a config.json does")
     parts = [name for name in ("text_config", "vision_config") if name in content]
     if len(parts) > 1:
         raise RequestError(
             f"{path}: holds two models; write its {parts[0]} or its {parts[1]} into a file"
         )
-    content = content.get(parts[0], content) if parts else content
+    content = content[parts[0]] if parts else content
     kind = str(content.get("model_type", "unknown"))
 
     def first(*names: str, default: Any = None) -> Any:
@@ -118,7 +134,7 @@ def read_config(path: Path) -> ModelConfig:
             )
         return value
 
-    experts = [name for name in content if "num_experts" in name or "_experts" in name]
+    experts = [name for name in content if "_experts" in name]
     if experts:
         raise RequestError(
             f"{path}: architecture {kind!r} has {experts[0]}; accepted: models without experts"
@@ -153,9 +169,10 @@ def _rounding(num_bytes: int) -> float:
     """
     if num_bytes <= MIB:
         return 0
-    num_tensors = max(1, 20 * MIB // num_bytes) if num_bytes < 10 * MIB else 1
-    segment = 20 * MIB if num_bytes < 10 * MIB else -(-num_bytes // (2 * MIB)) * 2 * MIB
-    rest = segment - num_tensors * num_bytes
+    num_tensors = 1
+    rest = -num_bytes % (2 * MIB)
+    if num_bytes < 10 * MIB:
+        num_tensors, rest = divmod(20 * MIB, num_bytes)
     return rest / num_tensors if rest <= MIB else 0
 
 
@@ -181,23 +198,22 @@ def memory(setting: Setting) -> dict[str, float]:
         )
     except ValueError as error:
         raise RequestError(str(error)) from None
-    weights = accounting.parameter_bytes(config)
-    optimizer = accounting.optimizer_state_bytes(config)
-    rest = max(moments.values()) - weights - optimizer
+    sharing = SHARING[setting.gpu_way]
+    num_parameters = accounting.num_parameters(config)
+    held = accounting.zero_bytes(num_parameters, setting.num_gpus, sharing.stage, compute_bytes=0)
+    weights = 4 * num_parameters
+    rest = max(moments.values()) - weights - accounting.optimizer_state_bytes(config)
     d, f = config.d_model, config.d_ff
-    matrices = {4 * d * d: 4 * config.num_layers, 4 * d * f: 3 * config.num_layers}
-    matrices[4 * config.vocab_size * d] = matrices.get(4 * config.vocab_size * d, 0) + 2
-    lost = 3 * sum(number * _rounding(size) for size, number in matrices.items())
-    share = {"ddp": 1, "zero1": 1, "fsdp": setting.num_gpus}[setting.gpu_way]
-    optimizer_share = setting.num_gpus if setting.gpu_way != "ddp" else 1
-    # Gradients are sent from buckets, which DDP keeps beside them twice, as chapter 07 measures it.
-    num_buckets = {"ddp": 2, "zero1": 1, "fsdp": 0}[setting.gpu_way] if setting.num_gpus > 1 else 0
-    if share > 1:
+    table = 4 * config.vocab_size * d
+    matrices = [(4 * d * d, 4 * config.num_layers), (4 * d * f, 3 * config.num_layers), (table, 2)]
+    lost = 3 * sum(number * _rounding(size) for size, number in matrices)
+    num_buckets = sharing.num_buckets if setting.num_gpus > 1 else 0
+    if sharing.stage == 3 and setting.num_gpus > 1:
         # Two blocks, or the head and a block of its size, are gathered at a time.
-        rest += 2 * max(accounting.block_gradient_bytes(config), 4 * config.vocab_size * d)
+        rest += 2 * max(accounting.block_gradient_bytes(config), table)
     parts = {
-        "weights": weights / share,
-        "AdamW's moments": optimizer / optimizer_share,
+        "weights": held["master"],
+        "AdamW's moments": held["moments"],
         "gradients and activations": rest,
         "buckets": num_buckets * weights,
         "libraries and allocator": lost + WORKSPACE_BYTES + MORE_WORKSPACE_BYTES,
@@ -212,11 +228,7 @@ def too_large(case: Mapping[str, Any], phases: Sequence[str], limit: float) -> b
     is_step = "train_step" in phases or "graph_step" in phases
     if not is_step or case.get("size") not in SIZES or case.get("precision") not in PRECISIONS:
         return False
-    attention = "eager" if case.get("attention", "eager") in ("eager", "course") else "fused"
-    config = model_config(case["size"])
-    known = case.get("batch", BATCH_SIZE), case["context"], case["precision"], attention
-    setting = Setting(config, *known, recompute=str(case.get("plan", "none")))
-    return memory(setting)["in all"] > limit
+    return memory(_setting(case))["in all"] > limit
 
 
 def largest(setting: Setting, limit: float, name: str, step: int) -> int:
@@ -224,52 +236,52 @@ def largest(setting: Setting, limit: float, name: str, step: int) -> int:
     fits into `limit` bytes; 0 where none does.
     """
 
-    def fits(number: int) -> bool:
-        return memory(replace(setting, **{name: number * step}))["in all"] <= limit
+    def takes(number: int) -> float:
+        return memory(replace(setting, **{name: number * step}))["in all"]
 
-    high = 1
-    while fits(high) and high < 2**20:
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * step
+    return step * bisect.bisect_right(range(1, 2**20), limit, key=takes)
 
 
 def cheapest_recomputation(setting: Setting, limit: float) -> str | None:
     """Returns the first of PLANS with which a step fits, None where none does."""
-    plans = [plan for plan in PLANS if plan == "none" or int(plan) <= setting.config.num_layers]
-    fitting = (
-        plan for plan in plans if memory(replace(setting, recompute=plan))["in all"] <= limit
-    )
-    return next(fitting, None)
+    for plan in PLANS:
+        is_possible = plan == "none" or int(plan) <= setting.config.num_layers
+        if is_possible and memory(replace(setting, recompute=plan))["in all"] <= limit:
+            return plan
+    return None
 
 
 # ---- time ----------------------------------------------------------------------------------------
 
-PARTS = {
-    "matrix products": ("products",),
-    "fused attention": ("attention",),
-    "elementwise and scores": ("scores", "residual"),
-    "AdamW": ("optimizer",),
-    "kernels' begin and end": ("layers",),
+BOUND = {
+    "matrix products": "matmul",
+    "fused attention": "matmul or memory",
+    "scores": "memory",
+    "elementwise": "memory",
+    "AdamW": "memory",
+    "kernels' begin and end": "launch",
 }
-"""The parts of a predicted time, and the terms of each. More terms, as of logits and casts, fit no
+"""The parts of a predicted time, and what bounds each. More parts, as of logits and casts, fit no
 better what they were not fitted to.
 """
 
-OF_A_WAY = ("elementwise and scores", "AdamW", "kernels' begin and end")
-"""The parts that a way of running the step changes; the products stay the same."""
-
-BOUND = dict(zip(PARTS, ("matmul", "matmul or memory", "memory", "memory", "launch"), strict=True))
+OF_A_WAY = {
+    "scores": "elementwise",
+    "elementwise": "elementwise",
+    "AdamW": "AdamW",
+    "kernels' begin and end": "kernels' begin and end",
+}
+"""The parts that a way of running the step changes, each with the name of its factor; the products
+stay the same.
+"""
 
 
 def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
-    """Returns the terms of the model of kernels, in seconds where not a number."""
+    """Returns the parts of the model of kernels in milliseconds, before they are fitted."""
     config = setting.config
     d, layers, tokens = config.d_model, config.num_layers, setting.tokens
-    flops_rate = roofs.flops[setting.precision]
+    flops_rate = roofs.rates[setting.precision] / 1e3
+    copy_rate = roofs.rates["copy"] / 1e3
     element = 2 if setting.precision == "bf16" else 4
     is_eager = setting.attention == "eager"
     plan = accounting.checkpoint_plan(setting.recompute, layers)
@@ -280,135 +292,142 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     attention = 4 * tokens * pairs * config.attention_widths[0] * layers
     scores = layers * setting.batch * config.num_heads * setting.context**2 * element
     # Of the parameters a rank updates its share.
-    share = setting.num_gpus if setting.gpu_way != "ddp" else 1
-    updated = accounting.num_parameters(config) / share
+    num_ranks = setting.num_gpus if SHARING[setting.gpu_way].stage else 1
+    update = accounting.optimizer_step_bytes(config) / num_ranks
     return {
-        "products": 2 * passes * accounting.num_matmul_parameters(config) * tokens / flops_rate,
-        "attention": 0.0 if is_eager else passes * attention / flops_rate,
-        "scores": again * scores / roofs.copy if is_eager else 0.0,
-        "residual": again * layers * tokens * d * 4 / roofs.copy,
-        "optimizer": 28 * updated / roofs.copy,
-        "layers": again * layers * 1e-5,
+        "matrix products": 2
+        * passes
+        * accounting.num_matmul_parameters(config)
+        * tokens
+        / flops_rate,
+        "fused attention": 0.0 if is_eager else passes * attention / flops_rate,
+        "scores": again * scores / copy_rate if is_eager else 0.0,
+        "elementwise": again * layers * tokens * d * 4 / copy_rate,
+        "AdamW": update / copy_rate,
+        "kernels' begin and end": again * layers * 1e-2,
     }
-
-
-class Sample(NamedTuple):
-    """A measured step: what it was, on which roofs, its device time in seconds."""
-
-    setting: Setting
-    roofs: Roofs
-    seconds: float
-    device: str
 
 
 def measured_roofs(chapters: Chapters) -> Roofs | None:
-    """Returns the roofs that a device's chapter 01 measured, None without them."""
-    if "01_benchmarking" not in chapters:
-        return None
+    """Returns the roofs that a GPU's chapter 01 measured, None without them."""
     chapter = chapters["01_benchmarking"]
-    rows = ok_rows(chapter.records("ceilings")).to_dict("records")
-    flops = {
-        row["precision"]: row["sustained_tflops"] * 1e12 for row in rows if row["kind"] == "gemm"
-    }
-    copy = [row["sustained_gb_per_s"] * 1e9 for row in rows if row["kind"] == "copy"]
+    rates = {}
+    for row in ok_rows(chapter.records("ceilings")).to_dict("records"):
+        if row["kind"] == "copy":
+            rates["copy"] = row["sustained_gb_per_s"] * 1e9
+        else:
+            rates[row["precision"]] = row["sustained_tflops"] * 1e12
     memory_bytes = (chapter.environment.get("gpu") or {}).get("memory_bytes")
-    return Roofs(flops, copy[0], memory_bytes, "measured") if flops and copy else None
+    is_measured = "copy" in rates and len(rates) > 1 and memory_bytes
+    return Roofs(rates, memory_bytes, "measured") if is_measured else None
 
 
-def samples(chapters: Chapters, device: str) -> list[Sample]:
-    """Returns the training steps whose device time is recorded, as sums of kernels in chapter 02 or
-    as graphs in chapter 01.
+STEP = ("setting", "roofs", "size", "context", "way", "case", "device", "measured")
+"""Of a recorded step: its Setting, the Roofs of its device, what tells it apart and what was
+measured, a time in milliseconds or bytes.
+"""
+
+ERROR = ("error", "measured", "way", "case", "device")
+"""Of what `memory_errors` and `errors` return: the relative error, GiB or ms, and the step."""
+
+
+def _steps(chapter: Chapter, sections: Iterable[str], phase: str, value: str) -> list[dict]:
+    """Returns the recorded steps of a chapter that a plan knows, with the columns STEP but for
+    roofs.
     """
-    roofs = measured_roofs(chapters)
-    if roofs is None or roofs.memory_bytes is None:
-        return []
-    found = []
-    sources = {
-        ("01_benchmarking", "execution", "graph_step"): "median_ms",
-        ("02_nsys_analysis", "profiles", "train_step"): "step_kernel_ms",
-    }
-    for (name, section, phase), value in sources.items():
-        if name not in chapters:
+    steps = []
+    rows = usable(select(chapter.records(*sections), phase=phase), value)
+    # What a chapter does not vary, it does not say.
+    rows = rows.fillna({"compile": "none", "plan": "none"})
+    for row in rows.to_dict("records"):
+        way = _way(row)
+        if not way or row["precision"] not in PRECISIONS:
             continue
-        for row in ok_rows(chapters[name].records(section), phase=phase).to_dict("records"):
-            if _way(row) and row["precision"] in roofs.flops and row.get(value):
-                found.append(Sample(_setting(row), roofs, row[value] / 1e3, device))
-    return found
+        setting = _setting(row, way)
+        case = f"{setting.config.name}, {setting.context:,}, {setting.precision}"
+        step = {"setting": setting, "way": way, "case": case, "device": chapter.device}
+        keys = {name: row[name] for name in ("size", "context")}
+        steps.append(step | keys | {"measured": row[value]})
+    return steps
+
+
+def _setting(case: Mapping[str, Any], way: str = "eager") -> Setting:
+    """Returns the step of a case of the chapters."""
+    is_eager = case.get("attention", "eager") in ("eager", "course")
+    return Setting(
+        model_config(case["size"]),
+        case.get("batch", BATCH_SIZE),
+        case["context"],
+        case["precision"],
+        "eager" if is_eager else "fused",
+        way,
+        case.get("plan", "none"),
+    )
 
 
 def _way(row: Mapping[str, Any]) -> str:
+    """Returns one of STEP_WAYS, "" for what none plans."""
     if row.get("impl") == "fused":
         return "ours"
     # Our attention computes fp32 by other products than the roof's.
     if row["attention"] == "auto" and row["precision"] != "bf16":
         return ""
-    # Chapter 04 compiles no step and says nothing of it.
-    compiled = row.get("compile")
-    ways = {"none": "eager", "regional": "compiled"}
-    return ways.get(compiled, "") if isinstance(compiled, str) else "eager"
+    return {"none": "eager", "regional": "compiled"}.get(row.get("compile", "none"), "")
 
 
-def _setting(row: Mapping[str, Any]) -> Setting:
-    return Setting(
-        model_config(row["size"]),
-        row["batch"],
-        row["context"],
-        row["precision"],
-        "eager" if row["attention"] == "eager" else "fused",
-        _way(row),
-        row["plan"] if isinstance(row.get("plan"), str) else "none",
-    )
+def samples(devices: Iterable[Chapters]) -> pd.DataFrame:
+    """Returns the training steps whose device time is recorded, as sums of kernels in chapter 02 or
+    as graphs in chapter 01. Columns STEP.
+    """
+    rows = []
+    for chapters in devices:
+        roofs = measured_roofs(chapters)
+        if roofs is None:
+            continue
+        graphs = _steps(chapters["01_benchmarking"], ["execution"], "graph_step", "median_ms")
+        sums = _steps(chapters["02_nsys_analysis"], ["profiles"], "train_step", "step_kernel_ms")
+        rows += [
+            step | {"roofs": roofs}
+            for step in (*graphs, *sums)
+            if step["setting"].precision in roofs.rates
+        ]
+    return pd.DataFrame(rows, columns=STEP)
 
 
-def memory_errors(chapters: Chapters) -> pd.DataFrame:
-    """Returns the relative error of `memory` of each recorded step."""
+def memory_errors(devices: Iterable[Chapters]) -> pd.DataFrame:
+    """Returns the relative error of `memory` of each recorded step. Columns ERROR."""
     sections = {"01_benchmarking": ("steps", "execution"), "04_memory": ("peaks", "checkpointing")}
     rows = []
-    for name, names in sections.items():
-        if name not in chapters:
-            continue
-        steps = usable(select(chapters[name].records(*names), phase="train_step"), "peak_bytes")
-        for row in steps.to_dict("records"):
-            if _way(row) and row["precision"] in PRECISIONS:
-                setting = _setting(row)
-                peak = row["peak_bytes"]
-                error = memory(setting)["in all"] / peak - 1
-                rows.append(_row(setting, error, peak / 2**30, chapters[name].device))
-    return pd.DataFrame(rows, columns=COLUMNS)
+    for chapters in devices:
+        for name, names in sections.items():
+            for step in _steps(chapters[name], names, "train_step", "peak_bytes"):
+                error = memory(step["setting"])["in all"] / step["measured"] - 1
+                rows.append(step | {"error": error, "measured": step["measured"] / 2**30})
+    return pd.DataFrame(rows, columns=ERROR)
 
 
-def _row(setting: Setting, error: float, measured: float, device: str) -> dict[str, Any]:
-    case = f"{setting.config.name}, {setting.context:,}, {setting.precision}"
-    row = {"error": error, "measured": measured, "way": setting.way}
-    return row | {"case": case, "device": device}
-
-
-COLUMNS = ("error", "measured", "way", "case", "device")
-"""Of what `memory_errors` and `errors` return: the relative error, GiB or ms."""
-
-
-def fitted(measured: Iterable[Sample], way: str = "eager") -> dict[str, float]:
+def fitted(measured: pd.DataFrame, way: str = "eager") -> dict[str, float]:
     """Returns coefficients of `terms` for a way, none below 0.
 
     Those of "eager", of which most steps are recorded, have the least squares of relative errors;
     of another way the parts OF_A_WAY are theirs times a factor.
     """
-    measured = list(measured)
-    eager = of_way(measured, "eager")
-    rows = pd.DataFrame([terms(one.setting, one.roofs) for one in eager])
-    seconds = np.array([one.seconds for one in eager])
-    coefficients = _least_squares(rows.div(seconds, axis=0), np.ones(len(eager)))
+    eager = select(measured, way="eager")
+    rows = pd.DataFrame(map(terms, eager["setting"], eager["roofs"]))
+    rows = rows.div(eager["measured"].to_numpy(), axis=0)
+    coefficients = _least_squares(rows, np.ones(len(eager)))
     if way == "eager":
         return coefficients
-    alike = of_way(measured, way)
-    parts = pd.DataFrame([predicted(coefficients, one.setting, one.roofs) for one in alike])
-    parts = parts.div([1e3 * one.seconds for one in alike], axis=0)
-    own = parts[list(OF_A_WAY)]
+    alike = select(measured, way=way)
+    parts = pd.DataFrame(
+        predicted(coefficients, *step)
+        for step in zip(alike["setting"], alike["roofs"], strict=True)
+    )
+    parts = parts.div(alike["measured"].to_numpy(), axis=0)
+    own = parts[list(OF_A_WAY)].T.groupby(OF_A_WAY).sum().T
     factors = _least_squares(own, 1 - (parts["in all"] - own.sum(axis=1)).to_numpy())
     return {
-        name: coefficients[name] * factors.get(part, 1.0)
-        for part, names in PARTS.items()
-        for name in names
+        part: value * factors.get(OF_A_WAY.get(part), 1.0) for part, value in coefficients.items()
     }
 
 
@@ -425,93 +444,61 @@ def _least_squares(rows: pd.DataFrame, target: np.ndarray) -> dict[str, float]:
 
 def predicted(coefficients: Mapping[str, float], setting: Setting, roofs: Roofs) -> dict:
     """Returns milliseconds by part, and in all."""
-    values = terms(setting, roofs)
-    parts = {
-        part: 1e3 * sum(coefficients[name] * values[name] for name in names)
-        for part, names in PARTS.items()
-    }
+    parts = {part: coefficients[part] * ms for part, ms in terms(setting, roofs).items()}
     return parts | {"in all": sum(parts.values())}
 
 
 LEAST_SAMPLES = 20
 """Steps below which coefficients, and the parts of a time, mean nothing."""
 
-HELD_OUT: dict[str, Callable[[Sample], Any]] = {
-    "size": lambda one: one.setting.config.name,
-    "context": lambda one: one.setting.context,
-    "device": lambda one: one.device,
-}
+HELD_OUT = ("size", "context", "device")
 
 
-def errors(measured: Sequence[Sample], held_out: str, way: str = "eager") -> pd.DataFrame:
+def errors(measured: pd.DataFrame, held_out: str, way: str = "eager") -> pd.DataFrame:
     """Returns the relative error of each step of a way when all of its size, context or device are
-    left out of the fit. A device that is left out has its datasheet's roofs.
+    left out of the fit. A device that is left out has its datasheet's roofs. Columns ERROR.
     """
-    key = HELD_OUT[held_out]
     rows = []
-    for value in dict.fromkeys(map(key, measured)):
-        rest = [one for one in measured if key(one) != value]
-        num_eager = len(of_way(rest, "eager"))
-        if num_eager < LEAST_SAMPLES or len(of_way(rest, way)) <= len(OF_A_WAY):
+    for value, left_out in measured.groupby(held_out, sort=False):
+        rest = measured[measured[held_out] != value]
+        num_alike = len(select(rest, way=way))
+        if len(select(rest, way="eager")) < LEAST_SAMPLES or num_alike < len(OF_A_WAY):
             continue
         coefficients = fitted(rest, way)
         sheet = datasheet(value) if held_out == "device" else None
-        known = {one.device: one.roofs for one in rest}
-        for one in of_way(measured, way):
-            if key(one) == value:
-                roofs = _of_datasheet(sheet, known) if sheet else one.roofs
-                time = predicted(coefficients, one.setting, roofs)["in all"] / 1e3
-                error = time / one.seconds - 1
-                rows.append(_row(one.setting, error, 1e3 * one.seconds, one.device))
-    return pd.DataFrame(rows, columns=COLUMNS)
+        known = dict(zip(rest["device"], rest["roofs"], strict=True))
+        for step in select(left_out, way=way).to_dict("records"):
+            roofs = _of_datasheet(sheet, known) if sheet else step["roofs"]
+            time = predicted(coefficients, step["setting"], roofs)["in all"]
+            rows.append(step | {"error": time / step["measured"] - 1})
+    return pd.DataFrame(rows, columns=ERROR)
 
 
-class Gpu(NamedTuple):
-    """A GPU whose roofs are measured: its slug, its chapters, its roofs."""
-
-    slug: str
-    chapters: Chapters
-    roofs: Roofs
-
-
-def measured_gpus(root: Path | None = None) -> list[Gpu]:
-    """Returns the GPUs of a folder of devices whose roofs are measured."""
-    found = []
+def measured_gpus(root: Path | None = None) -> dict[str, Chapters]:
+    """Returns by slug the chapters of the GPUs of a folder of devices whose roofs are measured."""
+    gpus = {}
     for slug in measured_devices(root or FIGURES):
         # Only what is read: a device's records take seconds.
         chapters = {name: Chapter(name, device=slug, output=str(root or "")) for name in CHAPTERS}
-        roofs = measured_roofs(chapters)
-        if roofs is not None and roofs.memory_bytes:
-            found.append(Gpu(slug, chapters, roofs))
-    return found
-
-
-def all_samples(gpus: Iterable[Gpu]) -> list[Sample]:
-    return [one for gpu in gpus for one in samples(gpu.chapters, gpu.slug)]
-
-
-def of_way(measured: Iterable[Sample], way: str) -> list[Sample]:
-    return [one for one in measured if one.setting.way == way]
+        if measured_roofs(chapters):
+            gpus[slug] = chapters
+    return gpus
 
 
 # ---- devices, and what is printed ----------------------------------------------------------------
 
 
-def roofs_of(device: str, gpus: Iterable[Gpu]) -> Roofs:
+def roofs_of(device: str, gpus: Mapping[str, Chapters]) -> Roofs:
     """Returns the measured roofs of a slug, of "this" or of a GPU's name, else those of a datasheet
     times the share that the measured GPUs reach of theirs.
 
     Raises RequestError for a device that was not measured and has no datasheet.
     """
-    measured = {gpu.slug: gpu.roofs for gpu in gpus}
-    name = device
-    if device == THIS_DEVICE:
-        found = detect()
-        device = found.slug
-        name = found.name
+    measured = {slug: measured_roofs(chapters) for slug, chapters in gpus.items()}
+    name = slug_of(device)
     sheet = datasheet(name)
     for slug, roofs in measured.items():
-        if slug == device or (sheet and datasheet(slug) == sheet):
+        if slug == name or (sheet and datasheet(slug) == sheet):
             return roofs
     if sheet is None:
         known = ", ".join(measured) or "no device"
@@ -527,29 +514,29 @@ def _of_datasheet(sheet: Datasheet, measured: Mapping[str, Roofs]) -> Roofs:
     """Returns a datasheet's peaks times the median share that the measured GPUs sustain of
     theirs.
     """
-    shares: dict[str, list[float]] = {}
-    for slug, roofs in measured.items():
-        own = datasheet(slug)
-        if own:
-            shares.setdefault("copy", []).append(roofs.copy / own.memory_gb_per_s / 1e9)
-            for precision, rate in roofs.flops.items():
-                shares.setdefault(precision, []).append(rate / own.tflops(precision) / 1e12)
-    reached = {name: float(np.median(values)) for name, values in shares.items()}
-    words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
-    source = f"not measured; {sheet.source}, times what measured GPUs reach of theirs ({words})"
-    if not reached:
-        reached = dict.fromkeys(("copy", *PRECISIONS), 1.0)
-        source = f"{sheet.source}, its peaks, for no measured GPU says what is reached of them"
-    flops = {
-        precision: share * sheet.tflops(precision) * 1e12
-        for precision, share in reached.items()
-        if precision != "copy" and sheet.tflops(precision)
-    }
-    copy = reached["copy"] * sheet.memory_gb_per_s * 1e9
-    return Roofs(flops, copy, sheet.memory_gb * 1e9, source)
+    known = {slug: datasheet(slug) for slug in measured}
+    shares = pd.DataFrame(
+        pd.Series(measured[slug].rates) / _peaks(own) for slug, own in known.items() if own
+    )
+    rates = _peaks(sheet)
+    source = f"{sheet.source}, its peaks, for no measured GPU says what is reached of them"
+    if len(shares):
+        reached = shares.median()
+        rates *= reached
+        words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
+        source = f"not measured; {sheet.source}, times what measured GPUs reach of theirs ({words})"
+    return Roofs(rates.dropna().to_dict(), sheet.memory_gb * 1e9, source)
 
 
-def lines(setting: Setting, roofs: Roofs, gpus: Sequence[Gpu], price: float = 0) -> list[str]:
+def _peaks(sheet: Datasheet) -> pd.Series:
+    """Returns rates as those of `Roofs`, NaN of a precision that the product has no unit for."""
+    peaks = {name: (sheet.tflops(name) or math.nan) * 1e12 for name in PRECISIONS}
+    return pd.Series({"copy": sheet.memory_gb_per_s * 1e9, **peaks})
+
+
+def lines(
+    setting: Setting, roofs: Roofs, gpus: Mapping[str, Chapters], price: float = 0
+) -> list[str]:
     """Returns what `labkit plan` prints, a line a statement.
 
     Args:
@@ -558,13 +545,11 @@ def lines(setting: Setting, roofs: Roofs, gpus: Sequence[Gpu], price: float = 0)
     """
     config = setting.config
     millions = number(accounting.num_parameters(config) / 1e6)
-    limit = roofs.memory_bytes or math.inf
-    took = pd.concat([memory_errors(gpu.chapters) for gpu in gpus] or [memory_errors({})])
     return [
         f"Model: {config.name}, {millions} million parameters.",
-        *_memory_lines(setting, limit),
-        *_error_line("memory", took[took["way"] == setting.way]),
-        *_time_lines(setting, roofs, price, all_samples(gpus)),
+        *_memory_lines(setting, roofs.memory_bytes),
+        *_error_line("memory", select(memory_errors(gpus.values()), way=setting.way)),
+        *_time_lines(setting, roofs, price, samples(gpus.values())),
         f"Roofs: {roofs.source}.",
     ]
 
@@ -594,26 +579,38 @@ def _memory_lines(setting: Setting, limit: float) -> list[str]:
     return lines
 
 
-def _time_lines(
-    setting: Setting, roofs: Roofs, price: float, measured: Sequence[Sample]
-) -> list[str]:
-    if setting.precision not in roofs.flops:
+LINK_BYTES_PER_S = 300e9
+"""Bandwidth of a ring over NVLink on Hopper, as chapter 07 measures it for large messages."""
+
+
+def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataFrame) -> list[str]:
+    if setting.precision not in roofs.rates:
         return [f"Time: no rate of {setting.precision} is known."]
-    alike = of_way(measured, setting.way)
-    if not alike:
+    num_alike = len(select(measured, way=setting.way))
+    if not num_alike:
         where = "`labkit run 01 02` on a GPU records some"
         return [f"Time: no step of this way is recorded to predict it from; {where}."]
     times = predicted(fitted(measured, setting.way), setting, roofs)
     rate = setting.tokens / times["in all"] * 1e3
-    bounds = (f"{part} {number(times[part])} ({BOUND[part]})" for part in PARTS if times[part])
-    few = len(alike) < LEAST_SAMPLES
-    words = "too few steps of this way are recorded to tell its parts" if few else ", ".join(bounds)
+    words = ", ".join(
+        f"{part} {number(times[part])} ({bound})" for part, bound in BOUND.items() if times[part]
+    )
+    if num_alike < LEAST_SAMPLES:
+        words = "too few steps of this way are recorded to tell its parts"
     lines = [
         f"Device time of a step: {number(times['in all'])} ms; {words}.",
         f"{number(rate)} tokens/s a GPU.",
     ]
     if setting.num_gpus > 1:
-        lines.append(_communication(setting, times["in all"]))
+        gradients = accounting.parameter_bytes(setting.config)
+        num_transfers = SHARING[setting.gpu_way].num_transfers
+        gather = "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
+        time = number(1e3 * num_transfers * accounting.ring_seconds(*gather))
+        lines.append(
+            f"Communication of {setting.gpu_way} over {setting.num_gpus} GPUs: {time} ms a step at "
+            f"the {LINK_BYTES_PER_S / 1e9:.0f} GB/s that NVLink reaches on an H200, hidden at "
+            f"best, else added to {number(times['in all'])} ms; other links take longer."
+        )
     if price:
         cost = price / 3600 / rate * 1e6
         lines.append(f"{number(cost)} a million tokens at {number(price)} an hour.")
@@ -632,27 +629,3 @@ def _error_line(what: str, found: pd.DataFrame) -> list[str]:
     fact = spread(found.assign(case=found["case"] + ", " + found["device"]))
     numbers = "median {median}, 95 % within {most}, worst {worst}".format(**fact.numbers)
     return [f"Error of {what}, {len(found)} steps: {numbers}."]
-
-
-LINK_BYTES_PER_S = 300e9
-"""Bandwidth of a ring over NVLink on Hopper, as chapter 07 measures it for large messages."""
-
-
-def _communication(setting: Setting, step_ms: float) -> str:
-    gradients = accounting.parameter_bytes(setting.config)
-    size = setting.num_gpus
-    operations = {
-        "ddp": ["all_reduce"],
-        "zero1": ["all_reduce", "all_gather"],
-        "fsdp": ["all_gather", "all_gather", "reduce_scatter"],
-    }[setting.gpu_way]
-    seconds = sum(
-        accounting.ring_seconds(operation, gradients, size, LINK_BYTES_PER_S)
-        for operation in operations
-    )
-    time = number(1e3 * seconds)
-    return (
-        f"Communication of {setting.gpu_way} over {size} GPUs: {time} ms a step at the "
-        f"{LINK_BYTES_PER_S / 1e9:.0f} GB/s that NVLink reaches on an H200, hidden at best, else "
-        f"added to {number(step_ms)} ms; other links take longer."
-    )

@@ -78,12 +78,6 @@ class Ratio(NamedTuple):
         return UNDECIDED
 
 
-def exact(base: float, other: float) -> Ratio:
-    """Returns the ratio of two numbers that are exact, such as bytes: an interval without width."""
-    ratio = base / other
-    return Ratio(ratio, ratio, ratio)
-
-
 def kind_of_time(row: Row, value: str = "median_ms") -> str:
     """Returns the kind of a row's time; raises ValueError for a timer method that has none."""
     if value in KIND_OF_VALUE:
@@ -115,7 +109,8 @@ def by_session(row: Row, value: str) -> dict[str, float]:
 
 
 def ratio(base: Row, other: Row, value: str = "median_ms", other_value: str = "") -> Ratio:
-    """Returns the base's time over the other's, with its interval.
+    """Returns the base's time, or bytes, over the other's, with its interval; that of bytes, which
+    are exact, has no width.
 
     Args:
         base, other: rows of a frame of records, with `value`, `half_width_fraction` or `drift`,
@@ -126,6 +121,9 @@ def ratio(base: Row, other: Row, value: str = "median_ms", other_value: str = ""
         ValueError: the two are times of different kinds.
     """
     other_value = other_value or value
+    mid = base[value] / other[other_value]
+    if not value.endswith("_ms"):
+        return Ratio(mid, mid, mid)
     kind = kind_of_time(base, value)
     other_kind = kind_of_time(other, other_value)
     if kind != other_kind:
@@ -134,7 +132,6 @@ def ratio(base: Row, other: Row, value: str = "median_ms", other_value: str = ""
     other_times = by_session(other, other_value)
     common = [session for session in base_times if session in other_times]
     same_session = base.get("session") == other.get("session")
-    mid = base[value] / other[other_value]
     if kind == CALL and common and not same_session:
         # Hosts differ: of the sessions that hold both calls, the fastest.
         fastest = min(common, key=lambda session: base_times[session] + other_times[session])
