@@ -376,11 +376,11 @@ def test_a_function_of_a_cell_is_kept_without_what_the_cell_calls(tmp_path):
     [
         ({"op": "softmax"}, "unknown operation 'softmax'; accepted: rms_norm"),
         ({"against": "ours,fa9"}, "unknown implementation of swiglu 'fa9'; accepted: ours, eager"),
-        ({"precision": "bf16", "op": "adamw"}, "precision 'bf16' of adamw; accepted: fp32"),
+        ({"precision": "bf16", "op": "adamw"}, "precision of adamw 'bf16'; accepted: fp32"),
         ({"steps": 1}, "5 warm-up calls and 1 steps; accepted: from 1, from 2"),
         ({"op": "model", "shape": "1x8x30x8x1x4"}, "num_heads 4 of d_model 30; accepted"),
         ({"op": "data_parallel", "shape": "2x32x3"}, "world_size in steps of 2"),
-        ({"precision": "fp8"}, "unknown precision 'fp8'; accepted: fp32, bf16"),
+        ({"precision": "fp8"}, "unknown precision of swiglu 'fp8'; accepted: fp32, bf16"),
         ({"shape": "8x8x8"}, "shape '8x8x8' of swiglu; accepted: rows x columns"),
         ({"shape": "128x-64"}, "shape '128x-64' of swiglu"),
         ({"shape": "64x64"}, "rows from 128, columns in steps of 64"),
@@ -435,7 +435,7 @@ def test_wrappers_are_timed_beside_ours_and_held_to_the_ranks_average(tmp_path):
     parameters = {"operation": "data_parallel", "batch": 1, "context": 8, "world_size": 2}
     parameters |= {"size": "nano", "compile": "none", "precision": "fp32", "transport": "gloo"}
     phases = (*(f"{one.label} step" for one in entrants), "ours step")
-    case = bench.BenchCase("contest", parameters, phases, 200.0, 0.01, entrants=entrants)
+    case = bench.BenchCase("wrappers", parameters, phases, 200.0, 0.01, entrants=entrants)
     given = {}
     for phase, run in bench.run_case(case, {}):
         try:
