@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from chapters import CPU
 
 from labkit.configs import ModelConfig, RequestError
-from labkit.experiments import bench, operations, watched
+from labkit.experiments import bench, operations
 from labkit.experiments.contest import Implementation
 from labkit.kernels import course
 from labkit.models.transformer import TransformerLM
@@ -59,7 +59,7 @@ def outcome(monkeypatch, function, op="attention", name="forward", **sizes) -> t
     metrics, or the error.
     """
     if op == "adamw":
-        function = functools.partial(watched.StepFunction, function)
+        function = functools.partial(operations.StepFunction, function)
     monkeypatch.setitem(bench.RIVALS[op], "mine@0", Implementation(function))
     parameters = {"operation": op, **SHAPES[op], **sizes, "precision": "fp32"}
     other = {"attention": "sdpa", "model": "sdpa"}.get(op, "torch")
@@ -276,8 +276,10 @@ def test_what_is_made_honestly_passes(monkeypatch):
     for operation, function in made.items():
         mine, other = outcome(monkeypatch, function, operation, "step")
         assert max(mine["budget_fraction"], other["budget_fraction"]) <= 1
-    problem = watched.watched(CPU, {"operation": "model", **SHAPES["model"], "precision": "bf16"})
-    for impl, name in itertools.product(IMPLEMENTATIONS["model"], watched.MODEL_PASSES):
+    problem = operations.watched(
+        CPU, {"operation": "model", **SHAPES["model"], "precision": "bf16"}
+    )
+    for impl, name in itertools.product(IMPLEMENTATIONS["model"], operations.MODEL_PASSES):
         assert problem.judge(impl, name).budget_fraction <= 1
 
 

@@ -21,8 +21,7 @@ What a function must be, by operation:
 - model: a class or function that makes a Module, C(vocab_size=…, context_length=…, d_model=…,
   num_layers=…, num_heads=…, d_ff=…, rope_theta=…), of logits (batch, context, vocabulary) from
   tokens (batch, context). Its number of parameters is that of untied embeddings, no biases and a
-  gated feed-forward layer; its results are held to a copy of itself, in fp64 where it runs in
-  that, and so it has no dropout.
+  gated feed-forward layer; its results are held to a copy of itself, and so it has no dropout.
 - data_parallel: a class, C(module), that is called as the module is. Its method
   finish_gradient_synchronization(), where it has one, is called after each backward pass, and its
   argument bucket_size_mb, where it has one, is 100. Gradients must be averages over the ranks.
@@ -60,12 +59,26 @@ from labkit.configs import FIGURES, THIS_DEVICE, RequestError
 from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import IN_TURN, ContestCase, Implementation, contest_section
-from labkit.experiments.operations import DEFINITIONS, HEAD, IMPLEMENTATIONS, SHAPE
+from labkit.experiments.contest import (
+    IN_TURN,
+    ContestCase,
+    Implementation,
+    contest_section,
+    spread,
+)
+from labkit.experiments.operations import (
+    DEFINITIONS,
+    HEAD,
+    IMPLEMENTATIONS,
+    MODEL,
+    MODEL_PASSES,
+    SHAPE,
+    StepFunction,
+    watched,
+)
 from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import WAYS, Way, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Session
-from labkit.experiments.watched import MODEL, MODEL_PASSES, StepFunction, spread, watched
 from labkit.models.transformer import language_model_loss
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.launch import rank_device

@@ -13,6 +13,10 @@ import contextlib
 import functools
 import gc
 import importlib
+import math
+import secrets
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +34,7 @@ from labkit.experiments.sections import (
     sustained_metrics,
     time_once_ms,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Skip
 from labkit.kernels.reference import attention_reference
 from labkit.measure import timing as timer
 from labkit.measure.timing import (
@@ -38,6 +42,7 @@ from labkit.measure.timing import (
     Timing,
     compare,
     on_capture_stream,
+    synchronize,
     time_callable,
 )
 from labkit.monitor import Monitor
@@ -55,6 +60,17 @@ ORACLE_SCORES = 2**25
 
 IN_TURN = "in turn"
 """A case's parameter "timed", unless its one implementation is timed alone."""
+
+LARGEST_CACHE = 2**28
+"""Bytes below which a call may stay in a cache, and have no floor by the memory's rate."""
+
+CEILING_MARGIN = 2
+"""How much faster than the session's ceiling a call may be: on a busy machine that is too low. None
+is ever faster than the datasheet.
+"""
+
+LATE_S = 0.3
+"""How long a wrong result is waited for, to tell a late one."""
 
 Tensors = Sequence[Tensor]
 
@@ -160,14 +176,19 @@ class Operation:
         inputs = [*self.inputs.values()]
         return [by_formula(formula, inputs, self.grad_outs) for formula in formulas]
 
-    def verdicts(self, name: str, values: Tensors) -> list[numerics.Verdict]:
-        """Returns the verdicts on the outputs ("forward") or the gradients (another pass).
+    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
+        """Returns the verdicts on the outputs ("forward") or the gradients (another pass) of an
+        implementation, whichever that is.
 
         Raises AssertionError for a wrong one.
         """
         is_gradient = name != "forward"
         names = [f"d{each}" for each in self.inputs] if is_gradient else ["out"] * len(values)
         return self.compared(names, values, *(results[is_gradient] for results in self.expected))
+
+    def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
+        """Returns the worst of the verdicts; raises as `verdicts`."""
+        return max(self.verdicts(name, values, impl), key=lambda verdict: verdict.budget_fraction)
 
     def compared(
         self, names: Sequence[str], values: Tensors, exact: Tensors, eager: Tensors
@@ -186,7 +207,7 @@ class Operation:
     def judge(self, impl: str, name: str) -> numerics.Verdict:
         """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
         values = self.call(impl, "forward" if name == "forward" else "forward_backward")()
-        return max(self.verdicts(name, values), key=lambda verdict: verdict.budget_fraction)
+        return self.worst(impl, name, values)
 
     def rounds(self, num_rounds: int) -> Iterable:
         """Returns what is advanced between the rounds of a timing."""
@@ -194,6 +215,133 @@ class Operation:
 
     def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
         """Raises Refused for a time that cannot be trusted; here all can."""
+
+
+@dataclass
+class Watched(Operation):
+    """An operation with other inputs at every round, which watches what its implementations do.
+
+    Attributes:
+        kept: the last outputs by (implementation, pass); a CUDA graph writes them again.
+        refused: phases that were wrong while they were timed.
+    """
+
+    kept: dict[tuple[str, str], Tensors] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    is_in_place = False
+    """Whether a call goes on from what the one before it left, and returns that."""
+
+    first_pass = "forward"
+    num_judged = 2
+    """Calls that are judged before any is timed."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        tensors = (*self.inputs.values(), *self.others, *self.grad_outs)
+        self.tensors = [x for x in tensors if isinstance(x, Tensor)]
+
+    def renew(self) -> None:
+        """Moves the numbers of every tensor to other places in it, which nobody can foresee."""
+        self.__dict__.pop("expected", None)
+        for x in self.tensors:
+            places = 1 + secrets.randbelow(max(x.numel() - 1, 1))
+            values = x.data.flatten().roll(places)
+            # As data: autograd would take it for a mistake.
+            x.data.copy_(values.view_as(x))
+
+    def run(self, impl: str, name: str) -> Callable[[], Tensors]:
+        """Returns a pass as a function of nothing."""
+        return super().call(impl, name)
+
+    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
+        """Returns a pass as a function of nothing; what it gives is kept."""
+        run = self.run(impl, name)
+
+        def kept() -> Tensors:
+            self.kept[impl, name] = values = run()
+            return values
+
+        return kept
+
+    def judge(self, impl: str, name: str) -> numerics.Verdict:
+        """Returns the worst verdict on a pass.
+
+        Raises Refused for a wrong result, for none, and for one that is not computed by the call,
+        from its inputs, into memory of its own.
+        """
+        self._check_call(impl)
+        run = self.run(impl, name)
+        earlier = ()
+        for _ in range(self.num_judged):
+            if self.device.kind == "cuda":
+                # The copies below wait for it. Work on another stream that does not wait reads old
+                # inputs; work that does ends after the copies.
+                torch.cuda._sleep(10**8)
+            self.renew()
+            inputs = [x.detach().clone() for x in self.tensors]
+            values = run()
+            copies = [x.detach().clone() for x in values]
+            synchronize(self.device.kind)
+            for owner, tensors in (("its inputs", self.tensors), ("an earlier call", earlier)):
+                if _storages(values) & _storages(tensors):
+                    raise Refused(f"its output lies in the memory of {owner}")
+            if not are_equal(inputs, self.tensors):
+                raise Refused("it changes its inputs")
+            try:
+                verdict = self.worst(impl, name, copies)
+            except AssertionError as error:
+                reason = str(error)
+                if earlier:
+                    reason = "its second result is not that of its inputs: a cache"
+                time.sleep(LATE_S)
+                if not are_equal(copies, values):
+                    reason = "its work goes on after it has returned"
+                raise Refused(reason) from None
+            if not self.is_in_place:
+                _poison(values)
+                earlier = values
+        return verdict
+
+    def _check_call(self, impl: str) -> None:
+        try:
+            outs = self.run(impl, self.first_pass)()
+        except TypeError as error:
+            arguments = ", ".join((*self.inputs, *map(_described, self.others), *self.options))
+            raise Refused(f"{error}; it is called with {arguments}") from None
+        got, expected = (", ".join(map(_described, values)) for values in (outs, self.grad_outs))
+        if got != expected:
+            raise Refused(f"it must return {expected}; got {got}")
+
+    def rounds(self, num_rounds: int) -> Iterable:
+        """Returns what renews the inputs before each round, and judges what it gave after it."""
+        self.kept.clear()  # before anything of this timing is called
+        return self._rounds(num_rounds)
+
+    def _rounds(self, num_rounds: int) -> Iterator[None]:
+        for _ in range(num_rounds):
+            for values in self.kept.values() if not self.is_in_place else ():
+                _poison(values)
+            self.renew()
+            yield
+            for (impl, name), values in self.kept.items():
+                try:
+                    self.worst(impl, name, values)
+                except AssertionError:
+                    self.refused.add(f"{impl} {name}")
+        self.kept.clear()
+
+    def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
+        """Adds the mean and the standard deviation of the times to the metrics.
+
+        Raises Refused for a phase that was wrong while it was timed, or faster than can be.
+        """
+        metrics |= spread(timing.samples_ms)
+        if metrics.get("num_bytes", math.inf) < LARGEST_CACHE:
+            metrics |= {"ceiling_fraction": None, "datasheet_fraction": None}
+        if phase in self.refused:
+            raise Refused("its outputs are wrong, or not written, while it is timed")
+        if (metrics["ceiling_fraction"] or 0) > CEILING_MARGIN:
+            raise Refused("its time is below the roofline's floor")
 
 
 def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -273,6 +421,35 @@ def attention_formula(
         options = {"use_reentrant": False, "preserve_rng_state": False}
         blocks.append(checkpoint(some_rows, q_rows, keys, values, **options))
     return torch.cat(blocks, dim=-2)
+
+
+def spread(samples_ms: Sequence[float]) -> dict[str, float]:
+    """Returns the metrics that a course asks of times: their mean and standard deviation."""
+    return {"mean_ms": statistics.fmean(samples_ms), "std_ms": statistics.stdev(samples_ms)}
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in tensors}
+
+
+def are_equal(some: Tensors, others: Tensors) -> bool:
+    # What is no number equals itself.
+    return all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(some, others, strict=True)
+    )
+
+
+def _poison(tensors: Tensors) -> None:
+    """Makes every number no number, whatever its format."""
+    for x in tensors:
+        x.untyped_storage().fill_(0xFF)
+
+
+def _described(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    # A loss may come as fp32 or as its logits do.
+    return f"{x.dtype if x.dim() else 'a loss'} {tuple(x.shape)} on {x.device.type}"
 
 
 # ---- the contest ---------------------------------------------------------------------------------
