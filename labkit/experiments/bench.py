@@ -91,11 +91,7 @@ MEASUREMENT_VERSION = 1
 WRAPPERS = ("ours", "alone", "naive", "flat", "overlapped", "ddp")
 """Ways of chapter 07 to share out a step, ours with buckets of 100 MB."""
 
-RIVALS = {
-    **IMPLEMENTATIONS,
-    "adamw": IMPLEMENTATIONS["optimizer"],
-    "data_parallel": dict.fromkeys(WRAPPERS),
-}
+RIVALS = IMPLEMENTATIONS | {"data_parallel": dict.fromkeys(WRAPPERS)}
 """By operation and name."""
 
 # The first kernel is a lesson, and its case is given in other words.
@@ -456,18 +452,15 @@ def _sizes(op: str, shape: str, kind: str) -> dict:
     names, least, step, *usual = FORMS.get(op, ROWS)
     example = usual[kind == "cuda"]
     sizes = [int(text) if text.isdecimal() else 0 for text in (shape or example).split("x")]
-    if len(sizes) != len(names) or 0 in sizes or sizes[-2] < least or sizes[-1] % step:
-        raise RequestError(
-            f"shape {shape!r} of {op}; accepted: {' x '.join(names)}, such as {example}; "
-            f"{names[-2]} from {least}, {names[-1]} in steps of {step}"
-        )
-    named = dict(zip(names, sizes, strict=True))
-    if op == "model" and named["d_model"] % (2 * named["num_heads"]):
-        raise RequestError(
-            f"num_heads {named['num_heads']} of d_model {named['d_model']}; accepted: what divides "
-            "it into even parts"
-        )
-    return named
+    rule = f"{names[-2]} from {least}, {names[-1]} in steps of {step}"
+    is_right = len(sizes) == len(names) and min(sizes) and sizes[-2] >= least
+    if is_right and op == "model":
+        rule = "num_heads that divide d_model into even parts"
+        is_right = sizes[2] % (2 * sizes[-1]) == 0
+    if not is_right or sizes[-1] % step:
+        form = f"{' x '.join(names)}, such as {example}"
+        raise RequestError(f"shape {shape!r} of {op}; accepted: {form}; {rule}")
+    return dict(zip(names, sizes, strict=True))
 
 
 def _entrant(function: Callable | str, folder: Path) -> Entrant:

@@ -500,6 +500,7 @@ def contest(
         return timed.measured(metrics, {**case.parameters, "precision": precision})
 
     is_in_turn = case.parameters.get("timed", IN_TURN) == IN_TURN
+    baselines = [operation.baseline] if is_in_turn and operation.baseline else []
     entrants: dict[str, list[str]] = {}
     for phase in case.phases:
         impl, name = phase.split(" ")
@@ -509,24 +510,19 @@ def contest(
             entrants.setdefault(name, []).append(impl)
     for name, impls in entrants.items():
         verdicts = {}
-        for impl in impls:
+        # A baseline that is not among them has been measured, or has failed.
+        for impl in dict.fromkeys(impls + baselines):
             try:
                 verdicts[impl] = operation.judge(impl, name)
             except Exception as error:
                 if not is_in_turn:
                     raise
-                # It ends the process; the next goes on.
-                yield f"{impl} {name}", functools.partial(_raise, error)
-        baseline = operation.baseline if is_in_turn else None
-        if baseline and baseline not in impls:  # it has been measured, or has failed
-            try:
-                operation.judge(baseline, name)
-            except Exception:
-                baseline = None
-        times = time_in_turn(operation, case, name, impls, baseline)
-        for impl, verdict in verdicts.items():
-            timed, metrics = times[impl]
-            metrics |= verdict.metrics()
+                if impl in impls:
+                    # It ends the process; the next goes on.
+                    yield f"{impl} {name}", functools.partial(_raise, error)
+        times = time_in_turn(operation, case, name, impls, [*verdicts])
+        for impl, (timed, metrics) in times.items():
+            metrics |= verdicts[impl].metrics()
             yield f"{impl} {name}", functools.partial(measure, f"{impl} {name}", timed, metrics)
 
 
@@ -539,15 +535,17 @@ def time_in_turn(
     case: ContestCase,
     name: str,
     impls: Sequence[str],
-    baseline: str | None,
+    judged: Sequence[str],
 ) -> dict[str, tuple[Timed, dict]]:
-    """Returns the times of one pass, all implementations in turn, and metrics beside them."""
+    """Returns the times of one pass, and metrics beside them; the implementations are timed in turn
+    with a baseline that has been judged.
+    """
     # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not
     # be searched each time, which takes longer than most samplings.
     gc.freeze()
     kind = operation.device.kind
-    entrants = dict.fromkeys([*impls, baseline or impls[0]])
-    calls = {impl: operation.call(impl, name) for impl in entrants}
+    calls = {impl: operation.call(impl, name) for impl in judged}
+    has_baseline = operation.baseline in calls
     once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
     least_ms = timer.GRAPH_REPLAY_MS if kind == "cuda" else 0
     round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
@@ -555,11 +553,12 @@ def time_in_turn(
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * case.time_limit_s / round_ms)))
     num_rounds = operation.num_rounds or num_rounds
     with Monitor(kind) as monitor:
-        comparison = _compared(operation, calls, baseline or impls[0], num_rounds)
+        reference = operation.baseline if has_baseline else impls[0]
+        comparison = _compared(operation, calls, reference, num_rounds)
     times = {}
     for impl in impls:
         metrics = {}
-        if baseline:
+        if has_baseline:
             keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
             metrics |= zip(keys, comparison.ratio[impl], strict=True)
         # The host's share of a backward pass is in that of both.

@@ -304,7 +304,7 @@ def first_kernel(device: Device, parameters: dict) -> Operation:
     rows, dim = parameters["rows"], parameters["dim"]
     named = {"operation": "weighted_sum", "columns": dim}
     operation = row_operation(device, parameters | named)
-    operation.baseline = None if triton_unavailable(operation) else "triton"
+    operation.baseline = "triton"
     operation.terms = {"out": dim, "dx": 1, "dweight": rows}
     size = (rows, dim, operation.dtype.itemsize)
     operation.costs = {
@@ -566,13 +566,16 @@ IMPLEMENTATIONS["optimizer"] = {
     "torch": Implementation(functools.partial(torch.optim.AdamW, fused=True)),
     "course": Implementation(course.AdamW),
 }
+IMPLEMENTATIONS["adamw"] = IMPLEMENTATIONS["optimizer"]
 """By operation and name; `register` adds to them."""
 
 
 def watched(device: Device, parameters: dict) -> Watched:
     """Returns the operation of a case, which is attention where it names none."""
     operation = parameters.get("operation", "attention")
-    given = {"device": device, "precision": parameters["precision"], "inputs": {}, "formula": None}
+    implementations = IMPLEMENTATIONS[operation]
+    given = {"implementations": implementations, "baseline": "ours", "inputs": {}, "formula": None}
+    given |= {"device": device, "precision": parameters["precision"]}
     if operation == "model":
         sizes = {name: parameters[name] for name in MODEL}
         config = ModelConfig("bench", "a case's", **sizes)
@@ -587,8 +590,6 @@ def watched(device: Device, parameters: dict) -> Watched:
                 for name in MODEL_PASSES
             },
             terms={"out": config.d_ff, "gradient": batch * context},
-            implementations=IMPLEMENTATIONS["model"],
-            baseline="ours",
             options={
                 **sizes,
                 "vocab_size": config.vocab_size,
@@ -610,8 +611,6 @@ def watched(device: Device, parameters: dict) -> Watched:
             grad_outs=draw(device.kind, "fp32", (rows, columns), (columns,)),
             costs={"step": {"num_bytes": ADAMW_BYTES * (rows + 1) * columns}},
             terms={"out": 1},
-            implementations=IMPLEMENTATIONS["optimizer"],
-            baseline="ours",
             options=dict.fromkeys([*names, *ADAMW]),
             method="flush",
         )
