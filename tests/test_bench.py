@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from chapters import CPU, measure_all
+from chapters import CPU, in_section, measure, measure_all
 from torch.optim.adamw import adamw
 
 from labkit.configs import ModelConfig, RequestError
@@ -27,7 +27,6 @@ from labkit.experiments import bench, operations
 from labkit.experiments.contest import Implementation
 from labkit.kernels import course
 from labkit.models.transformer import TransformerLM
-from labkit.records import RecordStore
 
 IMPLEMENTATIONS = operations.IMPLEMENTATIONS
 
@@ -234,7 +233,6 @@ def test_a_cheat_on_cuda_is_refused_by_name(monkeypatch, cheat):
         (lambda q, k: q, "it is called with q, k, v, causal"),
         (lambda q, k, v, *, causal: q[..., :8], r"must return torch.float32 \(1, 2, 64, 16\) on"),
         (lambda q, k, v, *, causal: q.half(), "got torch.float16"),
-        (lambda q, k, v, *, causal: q.to("meta"), "on meta"),
         (lambda q, k, v, *, causal: None, "got NoneType"),
     ],
 )
@@ -283,14 +281,6 @@ print(labkit.bench(wrapped, op="attention"))
 """
 
 
-def of_a_cell(name: str):
-    """What IPython makes of a cell, but for what it calls."""
-    linecache.cache["<cell>"] = len(CELL), None, CELL.splitlines(keepends=True), "<cell>"
-    namespace = {"__name__": "__main__", "print": lambda _: None, "labkit": unittest.mock.Mock()}
-    exec(compile(CELL, "<cell>", "exec"), namespace)
-    return namespace[name]
-
-
 RANK = """
 import sys
 import labkit
@@ -305,43 +295,41 @@ if __name__ == "__main__":
 """
 
 
-def check_ranked(tmp_path, shape: str, precision: str, **environment: str) -> None:
-    names = {"mine.py": SOURCE, "rank.py": RANK}
-    mine, script = (tmp_path / name for name in names)
-    for path, text in zip((mine, script), names.values(), strict=True):
-        path.write_text(text)
+@pytest.mark.parametrize(
+    ("shape", "precision", "environment"),
+    [
+        ("1x1x128x16", "fp32", {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}),
+        pytest.param("1x16x2048x64", "bf16", {}, marks=pytest.mark.gpu),
+    ],
+)
+def test_honest_functions_are_ranked_and_one_that_crashes_harms_no_other(
+    tmp_path, shape, precision, environment
+):
+    mine = tmp_path / "mine.py"
+    mine.write_text(SOURCE)
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
     functions = (f"{TUTORIAL}:attention", f"{mine}:wrapped", f"{mine}:ends_the_process")
     # In a process of its own, whose workers interpret kernels where it does.
     command = [sys.executable, script, *functions, shape, precision, tmp_path]
-    subprocess.run(command, env={**os.environ, **environment}, check=True)
+    subprocess.run(command, env=os.environ | environment, check=True)
     frame = pd.read_pickle(tmp_path / "frame")
-    frame["name"] = frame["implementation"].str.split("@").str[0]
-    status = dict(zip(frame["name"] + " " + frame["pass"], frame["status"], strict=True))
-    assert len(frame) == 12
-    for phase, found in status.items():
-        assert found == ("error" if phase.startswith("ends_the_process") else "ok")
-    ranked = frame[frame["status"] == "ok"]
-    for _, rows in ranked.groupby("pass"):
-        assert rows["median_ms"].is_monotonic_increasing and (rows["ratio_to_ours"] > 0).all()
-    crashed = frame[frame["name"] == "ends_the_process"]
-    assert crashed["reason"].str.contains("exit code 3").all()
-    (path,) = tmp_path.glob("*/bench/records/*.jsonl")
-    records = RecordStore(path).load()
-    assert {record.notebook for record in records} == {"00_bench"}
-    assert not list(tmp_path.glob("*/records"))
+    is_crashed = frame["implementation"].str.startswith("ends_the_process")
+    assert len(frame) == 12 and is_crashed.sum() == 2
+    assert frame["reason"][is_crashed].str.contains("exit code 3").all()
+    for _, rows in frame[~is_crashed].groupby("pass"):
+        assert (rows["status"] == "ok").all() and (rows["ratio_to_ours"] > 0).all()
+        assert rows["median_ms"].is_monotonic_increasing
+    (path,) = tmp_path.glob("**/*.jsonl")
+    assert path.match("*/bench/records/00_bench.jsonl")
 
 
-def test_honest_functions_are_ranked_and_one_that_crashes_harms_no_other(tmp_path):
-    check_ranked(tmp_path, "1x1x128x16", "fp32", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-
-
-@pytest.mark.gpu
-def test_honest_functions_are_ranked_on_cuda(tmp_path):
-    check_ranked(tmp_path, "1x16x2048x64", "bf16")
-
-
-def test_a_function_of_a_cell_is_kept_without_what_the_cell_calls(tmp_path):
-    function = bench._load(bench._entrant(of_a_cell("wrapped"), tmp_path))
+def test_a_function_of_a_cell_is_kept_without_what_the_cell_calls(monkeypatch, tmp_path):
+    # What IPython makes of a cell, but for what it calls.
+    monkeypatch.setitem(linecache.cache, "<cell>", (1, None, CELL.splitlines(True), "<cell>"))
+    namespace = {"__name__": "__main__", "print": id, "labkit": unittest.mock.Mock()}
+    exec(compile(CELL, "<cell>", "exec"), namespace)
+    function = bench._load(bench._entrant(namespace["wrapped"], tmp_path))
     q = torch.randn(1, 1, 4, 8)
     assert torch.equal(function(q, q, q, causal=True), right(q, q, q, True))
 
@@ -412,46 +400,39 @@ def test_wrappers_are_timed_beside_ours_and_held_to_the_ranks_average(tmp_path):
     parameters |= {"size": "nano", "compile": "none", "precision": "fp32", "transport": "gloo"}
     phases = (*(f"{one.label} step" for one in entrants), "ours step")
     case = bench.BenchCase("wrappers", parameters, phases, 200.0, 0.01, entrants=entrants)
-    given = {}
-    for phase, run in bench.run_case(case, {}):
-        try:
-            given[phase] = run()
-        except bench.Refused as error:
-            given[phase] = str(error)
-    honest, *cheats, ours = given.values()
-    for row in (honest, ours):
+    measured, failed = measure_all(bench.run_case, case)
+    assert list(measured) == [phases[0], "ours step"]
+    for row in measured.values():
         assert row.case == parameters and row.metrics["std_ms"] > 0
-        assert row.metrics["budget_fraction"] <= 1
-    assert all("are not the ranks' averages" in reason for reason in cheats)
+        assert row.metrics["budget_fraction"] <= 1 and row.metrics["ratio_to_ours"] > 0
+    assert all("are not the ranks' averages" in str(error) for error in failed.values())
 
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("notebook", "function", "section", "phase"),
+    ("notebook", "own", "section", "phase"),
     [
-        ("05_attention", "attention", "attention", "backward"),
-        ("06_flash_attention", "attention", "rivals", "{} forward_backward"),
-        ("08_siglip2", "swiglu:gated", "kernels", "{} forward"),
+        ("05_attention", "own.py:attention", "attention", "backward"),
+        ("06_flash_attention", "own.py:attention", "rivals", "{} forward_backward"),
+        ("08_siglip2", "swiglu:own.py:gated", "kernels", "{} forward"),
     ],
 )
-def test_a_function_joins_the_contests_of_a_chapter(tmp_path, notebook, function, section, phase):
-    operation, _, name = function.rpartition(":")
-    (tmp_path / "own.py").write_text(
+def test_a_function_joins_the_contests_of_a_chapter(
+    monkeypatch, tmp_path, notebook, own, section, phase
+):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(
         "from labkit.kernels.course import attention\n"
         "gated = lambda gate, up: gate.sigmoid() * gate * up\n"
     )
-    own = ":".join(filter(None, (operation, f"{tmp_path}/own.py", name)))
     settings = {"device": "this", "profile": "smoke", "output": tmp_path, "fresh": False}
     session = bench.OwnSession(notebook, own, **settings, options={})
-    found = {case.section for case in session.cases} - {"host", "ceilings"}
-    assert found == ({"speed", "rivals"} if section == "rivals" else {section})
-    case = next(case for case in session.cases if case.section == section)
-    _, entrant = bench.own_entrant(notebook, own)
-    rows = {one: run() for one, run in bench.run_case(case, {})}
-    row = rows[phase.format(entrant.label)]
+    case = in_section(session.cases, section)[0]
+    operation, entrant = bench.own_entrant(notebook, own)
+    row = measure(bench.run_case, case)[phase.format(entrant.label)]
     assert row.case == case.parameters and row.metrics["median_ms"] > 0
-    assert case.parameters.get("operation", "") == operation
-    del IMPLEMENTATIONS[operation or "attention"][entrant.label]
+    assert not in_section(session.cases, "memory")
+    del IMPLEMENTATIONS[operation][entrant.label]
 
 
 def test_an_installed_package_offers_implementations(monkeypatch, tmp_path, capsys):
