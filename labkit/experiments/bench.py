@@ -106,13 +106,12 @@ USUAL = {
 }
 """By operation the rivals where none are named."""
 
-PASSES = {name: definition.passes for name, definition in DEFINITIONS.items()} | {
-    "adamw": ("step",),
-    "optimizer": ("step",),
-    "data_parallel": ("step",),
+PASSES = {
+    "attention": ("forward", "forward_backward"),
     "model": MODEL_PASSES,
+    **{name: definition.passes for name, definition in DEFINITIONS.items()},
 }
-"""By operation, of all but attention."""
+"""By operation; of all others a step."""
 
 LARGEST_DEVIATION = 1e-3
 """Of a gradient from the ranks' average, relative: sums in another order are off by 1e-6."""
@@ -384,7 +383,7 @@ def bench(
             parameters["transport"] = "gloo"  # on the CPU
     folder = Path(output or FIGURES) / device.slug / BenchSession.subfolder
     entrants = dict.fromkeys(_entrant(function, folder) for function in functions)
-    passes = PASSES.get(op, ("forward", "forward_backward"))
+    passes = PASSES.get(op, ("step",))
 
     def contest(impls: Iterable[str], *entrants: Entrant) -> BenchCase:
         phases = tuple(f"{impl} {name}" for name in passes for impl in impls)
@@ -465,15 +464,15 @@ def _sizes(op: str, shape: str, kind: str) -> dict:
 
 def _entrant(function: Callable | str, folder: Path) -> Entrant:
     """Returns where a function lies; one of a notebook's cell is written to a file in `folder`."""
-    name = getattr(function, "__qualname__", "")
     try:
         if isinstance(function, str):
             file, _, name = function.rpartition(":")
             source = Path(file).read_text(encoding="utf-8")
         else:
+            name = function.__qualname__
             file = inspect.getsourcefile(function)
             source = "".join(inspect.findsource(function)[0])
-    except (OSError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, TypeError, ValueError) as error:
         raise RequestError(f"no source of {function!r}: {error}") from None
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     path = Path(file).resolve()

@@ -145,8 +145,10 @@ class Operation:
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""
-        precisions = {"precision": self.precision, "peak_precision": self.peak_precision}
-        return rate_metrics(self.device, ceilings, median_ms, **precisions, **self.costs[name])
+        peak = {"peak_precision": self.peak_precision}
+        return rate_metrics(
+            self.device, ceilings, median_ms, self.precision, **peak, **self.costs[name]
+        )
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
         function = self.implementations[impl].function
@@ -157,7 +159,7 @@ class Operation:
         grads = [grad.to(out.dtype) for grad, out in zip(self.grad_outs, outs, strict=True)]
         return torch.autograd.grad(outs, [*self.inputs.values()], grads, **options)
 
-    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
+    def run(self, impl: str, name: str) -> Callable[[], Tensors]:
         """Returns a pass as a function of nothing."""
         if name == "forward":
             return functools.partial(self.outputs, impl)
@@ -168,6 +170,10 @@ class Operation:
         with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
             outs = self.outputs(impl)
         return functools.partial(self.gradients, outs, retain_graph=True)
+
+    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
+        """Returns a pass that is timed; here like any."""
+        return self.run(impl, name)
 
     @functools.cached_property
     def expected(self) -> list[tuple[Tensors, Tensors]]:
@@ -206,7 +212,7 @@ class Operation:
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
         """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
-        values = self.call(impl, "forward" if name == "forward" else "forward_backward")()
+        values = self.run(impl, "forward" if name == "forward" else "forward_backward")()
         return self.worst(impl, name, values)
 
     def rounds(self, num_rounds: int) -> Iterable:
@@ -249,12 +255,8 @@ class Watched(Operation):
             # As data: autograd would take it for a mistake.
             x.data.copy_(values.view_as(x))
 
-    def run(self, impl: str, name: str) -> Callable[[], Tensors]:
-        """Returns a pass as a function of nothing."""
-        return super().call(impl, name)
-
     def call(self, impl: str, name: str) -> Callable[[], Tensors]:
-        """Returns a pass as a function of nothing; what it gives is kept."""
+        """Returns a pass that is timed; what it gives is kept."""
         run = self.run(impl, name)
 
         def kept() -> Tensors:
@@ -587,10 +589,11 @@ def _compared(
         options = {"device_kind": kind, "method": method, "num_warmup": operation.num_warmup}
         return compare(calls, baseline=baseline, rounds=rounds, **options)
 
-    if kind != "cuda" or operation.method != "graph":
-        return compared(calls, method=operation.method if kind == "cuda" else "host")
+    method = operation.method if kind == "cuda" else "host"
+    if method != "graph":
+        return compared(calls, method)
     try:
-        return compared(calls, method="graph")
+        return compared(calls, method)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
