@@ -246,7 +246,8 @@ def test_what_is_made_honestly_passes(monkeypatch):
         CPU, {"operation": "model", **SHAPES["model"], "precision": "bf16"}
     )
     for impl, name in itertools.product(IMPLEMENTATIONS["model"], operations.MODEL_PASSES):
-        assert problem.judge(impl, name).budget_fraction <= 1
+        verdict = problem.judge(impl, name)
+        assert verdict.budget_fraction <= 1 and verdict.relative_error is None
 
 
 # ---- a bench -------------------------------------------------------------------------------------
