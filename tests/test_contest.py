@@ -10,14 +10,14 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from chapters import CPU, in_section
+from chapters import CPU, in_section, measure_all
 
 from labkit.configs import PASSES
 from labkit.device import Device
 from labkit.experiments import contest, flash_attention, operations, sections, siglip2
 from labkit.experiments.contest import ContestCase
 from labkit.experiments.flash_attention import run_case
-from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.experiments.sweep import Case, Skip
 from labkit.kernels.reference import attention_reference
 from labkit.numerics import judge
 
@@ -81,23 +81,7 @@ def tile_case(block_q: int) -> Case:
     return Case("tiles", {**SHAPE, **tile}, ("forward",), 60.0, 0.01)
 
 
-def measure(
-    case: Case, ceilings: dict[str, float] | None = None, run=run_case
-) -> tuple[dict[str, Measured], dict[str, Exception]]:
-    """Returns what the phases give, as the session's worker would: after a failure the rest is
-    asked for again.
-    """
-    remaining, measured, failed = list(case.phases), {}, {}
-    while remaining:
-        left = dataclasses.replace(case, phases=tuple(remaining))
-        for phase, measure_phase in run(left, ceilings or {}):
-            remaining.remove(phase)
-            try:
-                measured[phase] = measure_phase()
-            except Exception as error:
-                failed[phase] = error
-                break
-    return measured, failed
+measure = functools.partial(measure_all, run_case)
 
 
 def sabotage(monkeypatch, impl: str, change) -> None:
@@ -224,7 +208,7 @@ def test_a_registered_implementation_is_in_every_case_of_its_operation(monkeypat
     assert {case.section for case in entered} == {"kernels", "weighted_sum", "speed", "rivals"}
     assert all(case.modules == (mine.__module__,) for case in entered)  # which a worker imports
     (case,) = in_section(entered, "kernels")
-    measured, failed = measure(case, {"copy": 10.0}, siglip2.run_case)
+    measured, failed = measure_all(siglip2.run_case, case, {"copy": 10.0})
     assert not failed
     row = measured["mine forward_backward"]
     assert row.case == case.parameters and row.metrics["median_ms"] > 0

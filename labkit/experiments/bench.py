@@ -21,15 +21,14 @@ What a function must be, by operation:
 - model: a class or function that makes a Module, C(vocab_size=…, context_length=…, d_model=…,
   num_layers=…, num_heads=…, d_ff=…, rope_theta=…), of logits (batch, context, vocabulary) from
   tokens (batch, context). Its number of parameters is that of untied embeddings, no biases and a
-  gated feed-forward layer; its results are held to a copy of itself, in fp64 where it runs in
-  that, and so it has no dropout.
+  gated feed-forward layer; its results are held to a copy of itself, and so it has no dropout.
 - data_parallel: a class, C(module), that is called as the module is. Its method
   finish_gradient_synchronization(), where it has one, is called after each backward pass, and its
   argument bucket_size_mb, where it has one, is 100. Gradients must be averages over the ranks.
 
 The function shares the process and could change labkit itself: this finds mistakes and cheats in a
-kernel, and is no guard against hostile code. One that hangs or crashes ends its own contest; the
-others are measured again without it.
+kernel, and is no guard against hostile code. Each has a contest of its own, in which ours is timed
+in turn with it, in a process of its own; so have the others. One that hangs or crashes harms none.
 
 Records go to <output>/<device>/bench/. A function is recorded as NAME@HASH, the first digits of the
 SHA-256 of the file that holds it. A chapter shows what its parameter `own` names, and no other.
@@ -43,6 +42,7 @@ import importlib.util
 import inspect
 import math
 import multiprocessing
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -59,39 +59,39 @@ from labkit.configs import FIGURES, THIS_DEVICE, RequestError
 from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import IN_TURN, ContestCase, Implementation, contest_section
-from labkit.experiments.operations import DEFINITIONS, HEAD, IMPLEMENTATIONS, SHAPE
+from labkit.experiments.contest import (
+    IN_TURN,
+    ContestCase,
+    Implementation,
+    contest_section,
+    spread,
+)
+from labkit.experiments.operations import (
+    DEFINITIONS,
+    HEAD,
+    IMPLEMENTATIONS,
+    MODEL,
+    MODEL_PASSES,
+    SHAPE,
+    StepFunction,
+    watched,
+)
 from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import WAYS, Way, steps_rank
-from labkit.experiments.sweep import (
-    Case,
-    Measured,
-    PhaseRun,
-    Progress,
-    Refused,
-    Session,
-    measuring_lock,
-)
-from labkit.experiments.watched import MODEL, MODEL_PASSES, StepFunction, spread, watched
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Session
 from labkit.models.transformer import language_model_loss
+from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.launch import rank_device
-from labkit.records import SESSION_SECTION, SESSION_SECTIONS, Record, newest, to_frame
+from labkit.records import SESSION_SECTIONS, to_frame
 
 __all__ = ["MEASUREMENT_VERSION", "bench", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 
-DATA_PARALLEL = {
-    "ours": "bucketed 100 MB",
-    **{way: way for way in ("alone", "naive", "flat", "overlapped", "ddp")},
-}
-"""What the rivals of a wrapper are called in chapter 07."""
+WRAPPERS = ("ours", "alone", "naive", "flat", "overlapped", "ddp")
+"""Ways of chapter 07 to share out a step, ours with buckets of 100 MB."""
 
-RIVALS = {
-    **IMPLEMENTATIONS,
-    "adamw": IMPLEMENTATIONS["optimizer"],
-    "data_parallel": DATA_PARALLEL,
-}
+RIVALS = IMPLEMENTATIONS | {"data_parallel": dict.fromkeys(WRAPPERS)}
 """By operation and name."""
 
 # The first kernel is a lesson, and its case is given in other words.
@@ -106,13 +106,12 @@ USUAL = {
 }
 """By operation the rivals where none are named."""
 
-PASSES = {name: definition.passes for name, definition in DEFINITIONS.items()} | {
-    "adamw": ("step",),
-    "optimizer": ("step",),
-    "data_parallel": ("step",),
+PASSES = {
+    "attention": ("forward", "forward_backward"),
     "model": MODEL_PASSES,
+    **{name: definition.passes for name, definition in DEFINITIONS.items()},
 }
-"""By operation, of all but attention."""
+"""By operation; of all others a step."""
 
 LARGEST_DEVIATION = 1e-3
 """Of a gradient from the ranks' average, relative: sums in another order are off by 1e-6."""
@@ -157,35 +156,60 @@ def _load(entrant: Entrant) -> Callable:
     return getattr(module, entrant.name)
 
 
-def _contest(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _enter(case: BenchCase) -> str:
+    """Makes implementations of the case's functions; returns the operation."""
     operation = case.parameters.get("operation", "attention")
-    if operation == "data_parallel":
-        arguments = case.entrants, case.parameters, case.time_limit_s
-        steps = (wrapper_rank, _measured_wrapper, device, case, *arguments)
-        yield from distributed.run_ranks(*steps)
-        return
+    numerics.set_precision(case.parameters["precision"])
     for entrant in case.entrants:
         function = _load(entrant)
         if operation == "adamw":
             function = functools.partial(StepFunction, function)
         RIVALS[operation][entrant.label] = Implementation(function)
-    yield from contest_section(watched)(device, case, ceilings)
+    return operation
+
+
+def _contest(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    _enter(case)
+    return contest_section(watched)(device, case, ceilings)
+
+
+def _attention_call(
+    device: Device, case: BenchCase, ceilings: dict[str, float]
+) -> Iterator[PhaseRun]:
+    """Chapter 05's calls, which are not timed in turn, of a function that has been watched."""
+    label = case.parameters["impl"]
+    shape = {**case.parameters, "heads": 1, "causal": False}
+    implementation = IMPLEMENTATIONS[_enter(case)][label]
+    for name in ("forward", "forward_backward"):
+        watched(device, shape).judge(label, name)
+    attention.enter(label, functools.partial(implementation.function, causal=False))
+    return attention.run_case(case, ceilings)
+
+
+def _wrappers(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    arguments = case.entrants, case.parameters, case.time_limit_s
+    return distributed.run_ranks(wrapper_rank, _measured_wrapper, device, case, *arguments)
 
 
 def wrapper_rank(
     phases: Sequence[str], entrants: Sequence[Entrant], *arguments: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs chapter 07's steps on this rank, some of them under wrappers of the user's."""
-    ways = {phase.removesuffix(" step"): phase for phase in phases}
-    WAYS.update({name: WAYS[way] for name, way in DATA_PARALLEL.items()})
-    pairs = {}
+    """Runs chapter 07's steps on this rank, ours and those of the phases, which may be under
+    wrappers of the user's.
+    """
+    WAYS["ours"] = WAYS["bucketed 100 MB"]
+    pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
     for entrant in entrants:
-        if entrant.label in ways:
-            wrap = functools.partial(_wrapped, _load(entrant), pairs, entrant.label)
-            WAYS[entrant.label] = Way(wrap)
-    for way, seen in steps_rank(list(ways), *arguments):
-        deviation = _gradient_deviation(*pairs[way]) if way in pairs else 0.0
-        yield ways[way], seen | {"gradient_deviation": deviation}
+        wrap = functools.partial(_wrapped, _load(entrant), pairs, entrant.label)
+        WAYS[entrant.label] = Way(wrap)
+    names = [phase.removesuffix(" step") for phase in phases]
+    # What takes part in no communication comes first.
+    ways = sorted({"ours", *names}, key=lambda way: (way != "alone", way))
+    seen = dict(steps_rank(ways, *arguments))
+    for name in names:
+        deviation = _gradient_deviation(*pairs[name]) if name in pairs else 0.0
+        beside = {"ours_ms": seen["ours"]["samples_ms"], "gradient_deviation": deviation}
+        yield f"{name} step", seen[name] | beside
 
 
 def _wrapped(wrapper: Callable, pairs: dict, label: str, module: nn.Module, **_: Any) -> nn.Module:
@@ -206,18 +230,16 @@ def _gradient_deviation(wrapped: nn.Module, plain: nn.Module) -> float:
     pairs = list(zip(wrapped.parameters(), plain.parameters(), strict=True))
     for p, mine in pairs:
         mine.data.copy_(p)
-        dist.broadcast(mine.data, src=0)
-    for model in (wrapped, plain):
+    for model in (wrapped, NaiveDataParallel(plain)):
         model.zero_grad()
         language_model_loss(model(tokens), tokens).backward()
-    if finish := getattr(wrapped, "finish_gradient_synchronization", None):
-        finish()
-    for _, mine in pairs:
-        dist.all_reduce(mine.grad, dist.ReduceOp.AVG)
-    return max(
+        if finish := getattr(model, "finish_gradient_synchronization", None):
+            finish()
+    errors = [
         math.inf if p.grad is None else numerics.relative_error(p.grad, mine.grad)
         for p, mine in pairs
-    )
+    ]
+    return torch.tensor(errors).max().item()  # what is no number, where one is
 
 
 def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
@@ -227,36 +249,18 @@ def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
     measured = distributed.measured_step(case, ranks)
     metrics = measured.metrics | spread(measured.samples["step_ms"])
     metrics["budget_fraction"] = deviation / LARGEST_DEVIATION
+    ours_ms = map(max, zip(*(rank["ours_ms"] for rank in ranks), strict=True))
+    metrics["ratio_to_ours"] = metrics["median_ms"] / statistics.median(ours_ms)
     return replace(measured, case=case.parameters | measured.case, metrics=metrics)
-
-
-def _attention_call(
-    device: Device, case: BenchCase, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
-    """Chapter 05's calls, which are not timed in turn, of a function that has been watched."""
-    (entrant,) = case.entrants
-    function = _load(entrant)
-    IMPLEMENTATIONS["attention"][entrant.label] = Implementation(function)
-    shape = {**case.parameters, "heads": 1, "causal": False}
-    for name in ("forward", "forward_backward"):
-        watched(device, shape).judge(entrant.label, name)
-    attention.enter(entrant.label, functools.partial(function, causal=False))
-    yield from attention.run_case(case, ceilings)
 
 
 SECTIONS = {
     **CEILINGS,
     **dict.fromkeys(("contest", "speed", "rivals", "kernels"), _contest),
     "attention": _attention_call,
+    "wrappers": _wrappers,
 }
-
-
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of a case with the function that measures it. Runs in the worker
-    process.
-    """
-    numerics.set_precision(case.parameters.get("precision", "fp32"))
-    return run_section(SECTIONS, case, ceilings)
+run_case = functools.partial(run_section, SECTIONS)
 
 
 def cases(profile: str, device_kind: str) -> list[Case]:
@@ -272,36 +276,6 @@ class BenchSession(Session):
 
     subfolder = "bench"
 
-    def run(self) -> None:
-        """Measures the ceilings and the contest, whatever was measured before."""
-        *ceilings, contest = self.cases
-        with (
-            measuring_lock(self.device, "bench"),
-            self.store.locked(),
-            Progress([self]) as progress,
-        ):
-            self._run_section(SESSION_SECTION, ceilings, progress)
-            self._run_contest(contest, progress)
-
-    def _run_contest(self, case: BenchCase, progress: Progress) -> None:
-        """Measures a contest. Where a function has ended it for all, each has one of its own, and
-        the others one without it.
-        """
-        self._run_section("contest", [case], progress)
-        failed = [x for x in self.records() if x.reason and x.phase in case.phases]
-        reasons = {x.reason for x in failed if "@" in x.phase}
-        if not any(x.reason in reasons for x in failed if "@" not in x.phase):
-            return
-        for entrants in zip(case.entrants) if len(case.entrants) > 1 else [()]:
-            labels = [one.label for one in entrants]
-            phases = [x for x in case.phases if "@" not in x or x.split(" ")[0] in labels]
-            self._run_contest(replace(case, phases=tuple(phases), entrants=entrants), progress)
-
-    def records(self) -> list[Record]:
-        """Returns the newest record of each phase of this session's contest."""
-        records = newest(self.store.load())
-        return [x for x in records if (x.session, x.section) == (self.id, "contest")]
-
 
 OWN_SECTIONS = ("attention", "speed", "rivals", "kernels")
 """Of the chapters, what a function of the user's is measured in."""
@@ -315,45 +289,42 @@ def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
     if notebook != "08_siglip2":
         return "attention", _entrant(own, FIGURES)
     operation, _, function = own.partition(":")
-    accepted = [name for name in DEFINITIONS if name in OPERATIONS]
-    if operation not in accepted:
-        form = "OPERATION:FILE.py:NAME, OPERATION one of " + ", ".join(accepted)
-        raise RequestError(f"own {own!r} of {notebook}; accepted: {form}")
+    accepted = [name for name in OPERATIONS if name in DEFINITIONS]
+    _check("operation of own, OPERATION:FILE.py:NAME,", operation, accepted)
     return operation, _entrant(function, FIGURES)
 
 
-class OwnSession(Session):
-    """A session of a function of the user's in a chapter's contests, recorded apart from it.
+class OwnSession(BenchSession):
+    """A session of a function of the user's in a chapter's contests.
 
     Args:
         own: "FILE.py:NAME", in chapter 08 after the operation and a colon.
     """
 
-    subfolder = "bench"
-
     def __init__(self, notebook: str, own: str, **options: Any):
         super().__init__(notebook, **options)
         self.module_name = __name__
         operation, entrant = own_entrant(notebook, own)
-        cases = {}
-        for case in self.cases:
+        chapter = self.cases
+        self.cases = []
+        for case in chapter:
             parameters = case.parameters
             phases = case.phases
-            computed = parameters.get("operation", "attention")
-            is_alone = parameters.get("timed", IN_TURN) != IN_TURN
-            if case.section not in OWN_SECTIONS or computed != operation or is_alone:
+            is_in_turn = parameters.get("timed", IN_TURN) == IN_TURN
+            is_joined = parameters.get("operation", "attention") == operation and is_in_turn
+            if case.section in OWN_SECTIONS and is_joined:
+                if "impl" in parameters:
+                    parameters = parameters | {"impl": entrant.label}
+                else:
+                    # A backward pass alone has the inputs of a forward pass before it.
+                    names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
+                    phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
+                limits = case.timeout_s, case.time_limit_s
+                case = BenchCase(case.section, parameters, phases, *limits, entrants=(entrant,))
+            elif case.section not in SESSION_SECTIONS:
                 continue
-            if "impl" in parameters:
-                parameters = parameters | {"impl": entrant.label}
-            else:
-                # A backward pass alone has the inputs of a forward pass before it.
-                names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
-                phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
-            limits = {"timeout_s": case.timeout_s, "time_limit_s": case.time_limit_s}
-            own_case = BenchCase(case.section, parameters, phases, **limits, entrants=(entrant,))
-            cases[case.section, str(parameters)] = own_case
-        always = [case for case in self.cases if case.section in SESSION_SECTIONS]
-        self.cases = [*always, *cases.values()]
+            if case not in self.cases:
+                self.cases.append(case)
 
 
 def bench(
@@ -390,12 +361,11 @@ def bench(
     if multiprocessing.parent_process():
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
     _check("operation", op, OPERATIONS)
-    _check("precision", precision, ("fp32", "bf16"))
-    if precision != "fp32" and op in ("adamw", "optimizer"):
-        raise RequestError(f"precision {precision!r} of {op}; accepted: fp32")
+    is_fp32_only = op in ("adamw", "optimizer")
+    _check(f"precision of {op}", precision, ("fp32",) if is_fp32_only else ("fp32", "bf16"))
     if warmup < 1 or steps < 2:
         raise RequestError(f"{warmup} warm-up calls and {steps} steps; accepted: from 1, from 2")
-    rivals = (against or USUAL.get(op, "eager,compiled,ours")).split(",")
+    rivals = dict.fromkeys((against or USUAL.get(op, "eager,compiled,ours")).split(","))
     for name in rivals:
         _check(f"implementation of {op}", name, RIVALS[op])
     device = detect()
@@ -404,29 +374,34 @@ def bench(
         parameters["causal"] = causal
     if op == "model":
         parameters |= {"warmup": warmup, "steps": steps}
+    section = "contest"
     if op == "data_parallel":
-        size = "small" if device.kind == "cuda" else "nano"
-        parameters |= {"size": size, "compile": "none"}
+        section = "wrappers"
+        timeout_s += START_S
+        parameters |= {"size": "small" if device.kind == "cuda" else "nano", "compile": "none"}
         if parameters["world_size"] > torch.cuda.device_count():
             parameters["transport"] = "gloo"  # on the CPU
-    folder = Path(output or FIGURES) / device.slug / "bench"
-    entrants = tuple(_entrant(function, folder) for function in functions)
-    impls = dict.fromkeys((*(one.label for one in entrants), *rivals))
-    passes = PASSES.get(op, ("forward", "forward_backward"))
-    phases = tuple(f"{impl} {name}" for name in passes for impl in impls)
-    limit_s = timeout_s + START_S if op == "data_parallel" else timeout_s
-    contest = BenchCase("contest", parameters, phases, limit_s, entrants=entrants)
+    folder = Path(output or FIGURES) / device.slug / BenchSession.subfolder
+    entrants = dict.fromkeys(_entrant(function, folder) for function in functions)
+    passes = PASSES.get(op, ("step",))
+
+    def contest(impls: Iterable[str], *entrants: Entrant) -> BenchCase:
+        phases = tuple(f"{impl} {name}" for name in passes for impl in impls)
+        options = {"fresh_process": True, "entrants": entrants}
+        return BenchCase(section, parameters, phases, timeout_s, **options)
+
     options = {"device": THIS_DEVICE, "profile": "smoke", "fresh": True, "options": {}}
     session = BenchSession("00_bench", output=output, **options)
-    session.cases = [*ceiling_cases([precision], timeout_s), contest]
+    session.cases = [
+        *ceiling_cases([precision], timeout_s),
+        *(contest([one.label], one) for one in entrants),
+        contest(rivals),
+    ]
     session.run()
-    frame = to_frame(session.records())
+    records = session.store.load()
+    frame = to_frame(x for x in records if (x.session, x.section) == (session.id, section))
     frame[["implementation", "pass"]] = frame.pop("phase").str.split(" ", expand=True).values
-    frame = frame.reindex(columns=COLUMNS)
-    ours_ms = frame[frame["implementation"] == "ours"].set_index("pass")["median_ms"]
-    ratio = frame["median_ms"] / frame["pass"].map(ours_ms)
-    frame["ratio_to_ours"] = frame["ratio_to_ours"].fillna(ratio)
-    return frame.sort_values(["pass", "median_ms"], ignore_index=True)
+    return frame.reindex(columns=COLUMNS).sort_values(["pass", "median_ms"], ignore_index=True)
 
 
 COLUMNS = [
@@ -476,31 +451,28 @@ def _sizes(op: str, shape: str, kind: str) -> dict:
     names, least, step, *usual = FORMS.get(op, ROWS)
     example = usual[kind == "cuda"]
     sizes = [int(text) if text.isdecimal() else 0 for text in (shape or example).split("x")]
-    if len(sizes) != len(names) or 0 in sizes or sizes[-2] < least or sizes[-1] % step:
-        raise RequestError(
-            f"shape {shape!r} of {op}; accepted: {' x '.join(names)}, such as {example}; "
-            f"{names[-2]} from {least}, {names[-1]} in steps of {step}"
-        )
-    named = dict(zip(names, sizes, strict=True))
-    if op == "model" and named["d_model"] % (2 * named["num_heads"]):
-        raise RequestError(
-            f"num_heads {named['num_heads']} of d_model {named['d_model']}; accepted: what divides "
-            "it into even parts"
-        )
-    return named
+    rule = f"{names[-2]} from {least}, {names[-1]} in steps of {step}"
+    is_right = len(sizes) == len(names) and min(sizes) and sizes[-2] >= least
+    if is_right and op == "model":
+        rule = "num_heads that divide d_model into even parts"
+        is_right = sizes[2] % (2 * sizes[-1]) == 0
+    if not is_right or sizes[-1] % step:
+        form = f"{' x '.join(names)}, such as {example}"
+        raise RequestError(f"shape {shape!r} of {op}; accepted: {form}; {rule}")
+    return dict(zip(names, sizes, strict=True))
 
 
 def _entrant(function: Callable | str, folder: Path) -> Entrant:
     """Returns where a function lies; one of a notebook's cell is written to a file in `folder`."""
-    name = getattr(function, "__qualname__", "")
     try:
         if isinstance(function, str):
             file, _, name = function.rpartition(":")
             source = Path(file).read_text(encoding="utf-8")
         else:
+            name = function.__qualname__
             file = inspect.getsourcefile(function)
             source = "".join(inspect.findsource(function)[0])
-    except (OSError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, TypeError, ValueError) as error:
         raise RequestError(f"no source of {function!r}: {error}") from None
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     path = Path(file).resolve()

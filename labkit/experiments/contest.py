@@ -13,6 +13,10 @@ import contextlib
 import functools
 import gc
 import importlib
+import math
+import secrets
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +34,7 @@ from labkit.experiments.sections import (
     sustained_metrics,
     time_once_ms,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Skip
 from labkit.kernels.reference import attention_reference
 from labkit.measure import timing as timer
 from labkit.measure.timing import (
@@ -38,6 +42,7 @@ from labkit.measure.timing import (
     Timing,
     compare,
     on_capture_stream,
+    synchronize,
     time_callable,
 )
 from labkit.monitor import Monitor
@@ -55,6 +60,17 @@ ORACLE_SCORES = 2**25
 
 IN_TURN = "in turn"
 """A case's parameter "timed", unless its one implementation is timed alone."""
+
+LARGEST_CACHE = 2**28
+"""Bytes below which a call may stay in a cache, and have no floor by the memory's rate."""
+
+CEILING_MARGIN = 2
+"""How much faster than the session's ceiling a call may be: on a busy machine that is too low. None
+is ever faster than the datasheet.
+"""
+
+LATE_S = 0.3
+"""How long a wrong result is waited for, to tell a late one."""
 
 Tensors = Sequence[Tensor]
 
@@ -129,8 +145,10 @@ class Operation:
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""
-        precisions = {"precision": self.precision, "peak_precision": self.peak_precision}
-        return rate_metrics(self.device, ceilings, median_ms, **precisions, **self.costs[name])
+        peak = {"peak_precision": self.peak_precision}
+        return rate_metrics(
+            self.device, ceilings, median_ms, self.precision, **peak, **self.costs[name]
+        )
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
         function = self.implementations[impl].function
@@ -141,7 +159,7 @@ class Operation:
         grads = [grad.to(out.dtype) for grad, out in zip(self.grad_outs, outs, strict=True)]
         return torch.autograd.grad(outs, [*self.inputs.values()], grads, **options)
 
-    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
+    def run(self, impl: str, name: str) -> Callable[[], Tensors]:
         """Returns a pass as a function of nothing."""
         if name == "forward":
             return functools.partial(self.outputs, impl)
@@ -153,6 +171,10 @@ class Operation:
             outs = self.outputs(impl)
         return functools.partial(self.gradients, outs, retain_graph=True)
 
+    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
+        """Returns a pass that is timed; here like any."""
+        return self.run(impl, name)
+
     @functools.cached_property
     def expected(self) -> list[tuple[Tensors, Tensors]]:
         """Outputs and gradients of the formula in fp64, and in the dtype of the inputs."""
@@ -160,14 +182,19 @@ class Operation:
         inputs = [*self.inputs.values()]
         return [by_formula(formula, inputs, self.grad_outs) for formula in formulas]
 
-    def verdicts(self, name: str, values: Tensors) -> list[numerics.Verdict]:
-        """Returns the verdicts on the outputs ("forward") or the gradients (another pass).
+    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
+        """Returns the verdicts on the outputs ("forward") or the gradients (another pass) of an
+        implementation, whichever that is.
 
         Raises AssertionError for a wrong one.
         """
         is_gradient = name != "forward"
         names = [f"d{each}" for each in self.inputs] if is_gradient else ["out"] * len(values)
         return self.compared(names, values, *(results[is_gradient] for results in self.expected))
+
+    def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
+        """Returns the worst of the verdicts; raises as `verdicts`."""
+        return max(self.verdicts(name, values, impl), key=lambda verdict: verdict.budget_fraction)
 
     def compared(
         self, names: Sequence[str], values: Tensors, exact: Tensors, eager: Tensors
@@ -185,8 +212,8 @@ class Operation:
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
         """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
-        values = self.call(impl, "forward" if name == "forward" else "forward_backward")()
-        return max(self.verdicts(name, values), key=lambda verdict: verdict.budget_fraction)
+        values = self.run(impl, "forward" if name == "forward" else "forward_backward")()
+        return self.worst(impl, name, values)
 
     def rounds(self, num_rounds: int) -> Iterable:
         """Returns what is advanced between the rounds of a timing."""
@@ -194,6 +221,129 @@ class Operation:
 
     def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
         """Raises Refused for a time that cannot be trusted; here all can."""
+
+
+@dataclass
+class Watched(Operation):
+    """An operation with other inputs at every round, which watches what its implementations do.
+
+    Attributes:
+        kept: the last outputs by (implementation, pass); a CUDA graph writes them again.
+        refused: phases that were wrong while they were timed.
+    """
+
+    kept: dict[tuple[str, str], Tensors] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    is_in_place = False
+    """Whether a call goes on from what the one before it left, and returns that."""
+
+    first_pass = "forward"
+    num_judged = 2
+    """Calls that are judged before any is timed."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        tensors = (*self.inputs.values(), *self.others, *self.grad_outs)
+        self.tensors = [x for x in tensors if isinstance(x, Tensor)]
+
+    def renew(self) -> None:
+        """Moves the numbers of every tensor to other places in it, which nobody can foresee."""
+        self.__dict__.pop("expected", None)
+        for x in self.tensors:
+            places = 1 + secrets.randbelow(max(x.numel() - 1, 1))
+            values = x.data.flatten().roll(places)
+            # As data: autograd would take it for a mistake.
+            x.data.copy_(values.view_as(x))
+
+    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
+        """Returns a pass that is timed; what it gives is kept."""
+        run = self.run(impl, name)
+
+        def kept() -> Tensors:
+            self.kept[impl, name] = values = run()
+            return values
+
+        return kept
+
+    def judge(self, impl: str, name: str) -> numerics.Verdict:
+        """Returns the worst verdict on a pass.
+
+        Raises Refused for a wrong result, for none, and for one that is not computed by the call,
+        from its inputs, into memory of its own.
+        """
+        self._check_call(impl)
+        run = self.run(impl, name)
+        earlier = ()
+        for _ in range(self.num_judged):
+            if self.device.kind == "cuda":
+                # The copies below wait for it. Work on another stream that does not wait reads old
+                # inputs; work that does ends after the copies.
+                torch.cuda._sleep(10**8)
+            self.renew()
+            inputs = [x.detach().clone() for x in self.tensors]
+            values = run()
+            copies = [x.detach().clone() for x in values]
+            synchronize(self.device.kind)
+            for owner, tensors in (("its inputs", self.tensors), ("an earlier call", earlier)):
+                if _storages(values) & _storages(tensors):
+                    raise Refused(f"its output lies in the memory of {owner}")
+            if not are_equal(inputs, self.tensors):
+                raise Refused("it changes its inputs")
+            try:
+                verdict = self.worst(impl, name, copies)
+            except AssertionError as error:
+                reason = str(error)
+                if earlier:
+                    reason = "its second result is not that of its inputs: a cache"
+                time.sleep(LATE_S)
+                if not are_equal(copies, values):
+                    reason = "its work goes on after it has returned"
+                raise Refused(reason) from None
+            if not self.is_in_place:
+                _poison(values)
+                earlier = values
+        return verdict
+
+    def _check_call(self, impl: str) -> None:
+        try:
+            outs = self.run(impl, self.first_pass)()
+        except TypeError as error:
+            arguments = ", ".join((*self.inputs, *map(_described, self.others), *self.options))
+            raise Refused(f"{error}; it is called with {arguments}") from None
+        got, expected = (", ".join(map(_described, values)) for values in (outs, self.grad_outs))
+        if got != expected:
+            raise Refused(f"it must return {expected}; got {got}")
+
+    def rounds(self, num_rounds: int) -> Iterable:
+        """Returns what renews the inputs before each round, and judges what it gave after it."""
+        self.kept.clear()  # before anything of this timing is called
+        return self._rounds(num_rounds)
+
+    def _rounds(self, num_rounds: int) -> Iterator[None]:
+        for _ in range(num_rounds):
+            for values in self.kept.values() if not self.is_in_place else ():
+                _poison(values)
+            self.renew()
+            yield
+            for (impl, name), values in self.kept.items():
+                try:
+                    self.worst(impl, name, values)
+                except AssertionError:
+                    self.refused.add(f"{impl} {name}")
+        self.kept.clear()
+
+    def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
+        """Adds the mean and the standard deviation of the times to the metrics.
+
+        Raises Refused for a phase that was wrong while it was timed, or faster than can be.
+        """
+        metrics |= spread(timing.samples_ms)
+        if metrics.get("num_bytes", math.inf) < LARGEST_CACHE:
+            metrics |= {"ceiling_fraction": None, "datasheet_fraction": None}
+        if phase in self.refused:
+            raise Refused("its outputs are wrong, or not written, while it is timed")
+        if (metrics["ceiling_fraction"] or 0) > CEILING_MARGIN:
+            raise Refused("its time is below the roofline's floor")
 
 
 def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -275,6 +425,35 @@ def attention_formula(
     return torch.cat(blocks, dim=-2)
 
 
+def spread(samples_ms: Sequence[float]) -> dict[str, float]:
+    """Returns the metrics that a course asks of times: their mean and standard deviation."""
+    return {"mean_ms": statistics.fmean(samples_ms), "std_ms": statistics.stdev(samples_ms)}
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in tensors}
+
+
+def are_equal(some: Tensors, others: Tensors) -> bool:
+    # What is no number equals itself.
+    return all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(some, others, strict=True)
+    )
+
+
+def _poison(tensors: Tensors) -> None:
+    """Makes every number no number, whatever its format."""
+    for x in tensors:
+        x.untyped_storage().fill_(0xFF)
+
+
+def _described(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    # A loss may come as fp32 or as its logits do.
+    return f"{x.dtype if x.dim() else 'a loss'} {tuple(x.shape)} on {x.device.type}"
+
+
 # ---- the contest ---------------------------------------------------------------------------------
 
 
@@ -323,6 +502,7 @@ def contest(
         return timed.measured(metrics, {**case.parameters, "precision": precision})
 
     is_in_turn = case.parameters.get("timed", IN_TURN) == IN_TURN
+    baselines = [operation.baseline] if is_in_turn and operation.baseline else []
     entrants: dict[str, list[str]] = {}
     for phase in case.phases:
         impl, name = phase.split(" ")
@@ -332,24 +512,19 @@ def contest(
             entrants.setdefault(name, []).append(impl)
     for name, impls in entrants.items():
         verdicts = {}
-        for impl in impls:
+        # A baseline that is not among them has been measured, or has failed.
+        for impl in dict.fromkeys(impls + baselines):
             try:
                 verdicts[impl] = operation.judge(impl, name)
             except Exception as error:
                 if not is_in_turn:
                     raise
-                # It ends the process; the next goes on.
-                yield f"{impl} {name}", functools.partial(_raise, error)
-        baseline = operation.baseline if is_in_turn else None
-        if baseline and baseline not in impls:  # it has been measured, or has failed
-            try:
-                operation.judge(baseline, name)
-            except Exception:
-                baseline = None
-        times = time_in_turn(operation, case, name, impls, baseline)
-        for impl, verdict in verdicts.items():
-            timed, metrics = times[impl]
-            metrics |= verdict.metrics()
+                if impl in impls:
+                    # It ends the process; the next goes on.
+                    yield f"{impl} {name}", functools.partial(_raise, error)
+        times = time_in_turn(operation, case, name, impls, [*verdicts])
+        for impl, (timed, metrics) in times.items():
+            metrics |= verdicts[impl].metrics()
             yield f"{impl} {name}", functools.partial(measure, f"{impl} {name}", timed, metrics)
 
 
@@ -362,15 +537,17 @@ def time_in_turn(
     case: ContestCase,
     name: str,
     impls: Sequence[str],
-    baseline: str | None,
+    judged: Sequence[str],
 ) -> dict[str, tuple[Timed, dict]]:
-    """Returns the times of one pass, all implementations in turn, and metrics beside them."""
+    """Returns the times of one pass, and metrics beside them; the implementations are timed in turn
+    with a baseline that has been judged.
+    """
     # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not
     # be searched each time, which takes longer than most samplings.
     gc.freeze()
     kind = operation.device.kind
-    entrants = dict.fromkeys([*impls, baseline or impls[0]])
-    calls = {impl: operation.call(impl, name) for impl in entrants}
+    calls = {impl: operation.call(impl, name) for impl in judged}
+    has_baseline = operation.baseline in calls
     once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
     least_ms = timer.GRAPH_REPLAY_MS if kind == "cuda" else 0
     round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
@@ -378,11 +555,12 @@ def time_in_turn(
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * case.time_limit_s / round_ms)))
     num_rounds = operation.num_rounds or num_rounds
     with Monitor(kind) as monitor:
-        comparison = _compared(operation, calls, baseline or impls[0], num_rounds)
+        reference = operation.baseline if has_baseline else impls[0]
+        comparison = _compared(operation, calls, reference, num_rounds)
     times = {}
     for impl in impls:
         metrics = {}
-        if baseline:
+        if has_baseline:
             keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
             metrics |= zip(keys, comparison.ratio[impl], strict=True)
         # The host's share of a backward pass is in that of both.
@@ -411,10 +589,11 @@ def _compared(
         options = {"device_kind": kind, "method": method, "num_warmup": operation.num_warmup}
         return compare(calls, baseline=baseline, rounds=rounds, **options)
 
-    if kind != "cuda" or operation.method != "graph":
-        return compared(calls, method=operation.method if kind == "cuda" else "host")
+    method = operation.method if kind == "cuda" else "host"
+    if method != "graph":
+        return compared(calls, method)
     try:
-        return compared(calls, method="graph")
+        return compared(calls, method)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:

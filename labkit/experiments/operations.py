@@ -11,29 +11,36 @@ written once; the ceiling is the session's copy, or its matrix product where pro
 operation.
 """
 
+import copy
 import functools
 import importlib.metadata
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-from labkit import accounting
+from labkit import accounting, numerics
 from labkit.configs import PASSES, ModelConfig
 from labkit.device import Device
 from labkit.experiments.contest import (
     ContestCase,
     Implementation,
     Operation,
+    Tensors,
+    Watched,
+    are_equal,
     as_tuple,
     attention_formula,
     draw,
+    fp64_device,
 )
 from labkit.experiments.sections import empty_cache
+from labkit.experiments.sweep import Refused
 from labkit.kernels import course
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.adamw import FusedAdamW
@@ -46,7 +53,7 @@ from labkit.kernels.rms_norm import rms_norm
 from labkit.kernels.rotary import rotary
 from labkit.kernels.swiglu import swiglu
 from labkit.kernels.weighted_sum import weighted_sum
-from labkit.models.transformer import RotaryEmbedding, TransformerLM
+from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_model_loss
 
 EPS, VOCABULARY, HEAD = 1e-6, 10_000, 64
 
@@ -297,13 +304,165 @@ def first_kernel(device: Device, parameters: dict) -> Operation:
     rows, dim = parameters["rows"], parameters["dim"]
     named = {"operation": "weighted_sum", "columns": dim}
     operation = row_operation(device, parameters | named)
-    operation.baseline = None if triton_unavailable(operation) else "triton"
+    operation.baseline = "triton"
     operation.terms = {"out": dim, "dx": 1, "dweight": rows}
     size = (rows, dim, operation.dtype.itemsize)
     operation.costs = {
         name: {"num_bytes": accounting.weighted_sum_bytes(name, *size)} for name in PASSES
     }
     return operation
+
+
+# ---- what is made, and stays from call to call ---------------------------------------------------
+
+
+MODEL = ("d_model", "d_ff", "num_layers", "num_heads")
+MODEL_PASSES = ("forward", "forward_backward", "train_step")
+
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-15, "weight_decay": 1.0}
+"""Of an optimizer's contest, on parameters near 1. What a course does otherwise than PyTorch, to
+add ε to v before it is corrected and to decay after the update, changes less than a rounding; a
+step that is left out, or does not decay, a thousand.
+"""
+
+ADAMW_BYTES = 28
+"""A step reads a parameter, its gradient and two moments, and writes all but the gradient, fp32."""
+
+
+@dataclass
+class Made(Watched):
+    """An operation whose implementations make something, which stays from call to call.
+
+    Each has twins, the first of them the most exact, which are given the same tensors.
+    """
+
+    live: dict[str, tuple[list, list]] = field(default_factory=dict)
+    before: dict[tuple[str, str], Tensors] = field(default_factory=dict)
+
+    def renew(self) -> None:
+        # In place, those of earlier calls would change, which the twins may yet be given.
+        self.tensors = [x.clone() for x in self.tensors]
+        super().renew()
+
+    def run(self, impl: str, name: str) -> Callable[[], Tensors]:
+        if impl not in self.live:
+            self.live[impl] = self.make(self.implementations[impl].function), []
+        (own, *_), calls = self.live[impl]
+
+        def call() -> Tensors:
+            calls.append(self.tensors)
+            return self.act(own, name, self.tensors)
+
+        return call
+
+    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
+        (_, *twins), calls = self.live[impl]
+        results = []
+        for twin in twins:
+            for tensors in calls if self.is_in_place else calls[-1:]:
+                expected = self.act(twin, name, tensors)
+            results.append([x.detach().to(torch.float64, copy=True) for x in expected])
+        calls.clear()
+        before = self.before.get((impl, name))
+        self.before[impl, name] = results[0]
+        if before and are_equal(before, results[0]):
+            raise AssertionError("wrong: other tensors, the same result")
+        names = ["out" if name in ("forward", "step") else "gradient"] * len(values)
+        verdicts = self.compared(names, values, results[0], results[-1])
+        if len(twins) == 1:  # which is not in fp64
+            return [numerics.Verdict(None, None, one.budget_fraction) for one in verdicts]
+        return verdicts
+
+
+@dataclass
+class Model(Made):
+    """Passes of language models of one size, of logits (batch, context, vocabulary).
+
+    The twin is a copy that was made before the first call.
+    """
+
+    num_parameters: int = 0
+
+    def make(self, function: Callable) -> list[tuple]:
+        torch.manual_seed(0)
+        model = function(**self.options)
+        if not isinstance(model, nn.Module):
+            raise Refused(f"it must make a torch.nn.Module; got {type(model).__name__}")
+        model.to(self.device.kind)
+        number = sum(p.numel() for p in model.parameters())
+        if number != self.num_parameters:
+            expected = f"a gated model without biases has {self.num_parameters:,} parameters"
+            raise Refused(f"{expected}, not {number:,}")
+        # Steps of length 0: the weights stay those of the twin.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        return [(model, optimizer), (copy.deepcopy(model), None)]
+
+    def act(self, made: tuple, name: str, tensors: Tensors) -> Tensors:
+        """Returns the logits of "forward", the gradients of another pass."""
+        model, optimizer = made
+        if not optimizer:
+            model = copy.deepcopy(model)  # one that has kept nothing
+        tokens, targets = tensors[0]
+        model.zero_grad()
+        is_cast = self.precision == "bf16"
+        with torch.autocast(self.device.kind, torch.bfloat16, enabled=is_cast):
+            logits = model(tokens)
+            if name == "forward":
+                return as_tuple(logits.to(self.dtype))
+            loss = language_model_loss(logits, targets)
+        loss.backward()
+        if optimizer and name == "train_step":
+            optimizer.step()
+        gradients = [p.grad for p in model.parameters()]
+        if None in gradients:
+            raise Refused("it must give every parameter a gradient")
+        return gradients
+
+
+class StepFunction:
+    """A function of AdamW's step as an optimizer, which holds its state."""
+
+    def __init__(self, function: Callable, params: Sequence[Tensor], **options):
+        self.function = functools.partial(function, **options)
+        self.moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+        self.params = params
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.num_steps += 1
+        grads = [p.grad for p in self.params]
+        self.function(self.params, grads, *self.moments, self.num_steps)
+
+
+@dataclass
+class Optimizer(Made):
+    """AdamW's step on fp32 parameters, each implementation's own; the twins are PyTorch's."""
+
+    is_in_place = True
+    first_pass = "step"
+    num_judged = 5
+
+    def make(self, function: Callable) -> list[tuple]:
+        kind = self.device.kind
+        starts = draw(kind, "fp32", *(x.shape for x in self.tensors))
+        made = []
+        for optimizer, place, dtype in (
+            (function, kind, torch.float32),
+            (torch.optim.AdamW, fp64_device(kind), torch.float64),
+            (torch.optim.AdamW, kind, torch.float32),
+        ):
+            params = [nn.Parameter(x.to(place, dtype, copy=True)) for x in starts]
+            made.append((params, optimizer(params, **ADAMW)))
+        return made
+
+    def act(self, made: tuple, name: str, tensors: Tensors) -> Tensors:
+        """Returns the parameters after a step on these gradients."""
+        params, optimizer = made
+        for p, grad in zip(params, tensors, strict=True):
+            p.grad = grad.to(p)
+        optimizer.step()
+        return params
 
 
 # ---- implementations -----------------------------------------------------------------------------
@@ -410,7 +569,57 @@ IMPLEMENTATIONS["optimizer"] = {
     "torch": Implementation(functools.partial(torch.optim.AdamW, fused=True)),
     "course": Implementation(course.AdamW),
 }
+IMPLEMENTATIONS["adamw"] = IMPLEMENTATIONS["optimizer"]
 """By operation and name; `register` adds to them."""
+
+
+def watched(device: Device, parameters: dict) -> Watched:
+    """Returns the operation of a case, which is attention where it names none."""
+    operation = parameters.get("operation", "attention")
+    implementations = IMPLEMENTATIONS[operation]
+    given = {"implementations": implementations, "baseline": "ours", "inputs": {}, "formula": None}
+    given |= {"device": device, "precision": parameters["precision"]}
+    if operation == "model":
+        sizes = {name: parameters[name] for name in MODEL}
+        config = ModelConfig("bench", "a case's", **sizes)
+        batch, context = parameters["batch"], parameters["context_length"]
+        shape = batch, context, config.vocab_size
+        return Model(
+            **given,
+            others=(torch.randint(config.vocab_size, (2, batch, context), device=device.kind),),
+            grad_outs=draw(device.kind, parameters["precision"], shape),
+            costs={
+                name: {"flops": accounting.phase_flops(config, batch, context, name, causal=False)}
+                for name in MODEL_PASSES
+            },
+            terms={"out": config.d_ff, "gradient": batch * context},
+            options={
+                **sizes,
+                "vocab_size": config.vocab_size,
+                "context_length": context,
+                "rope_theta": config.rope_theta,
+            },
+            method="window",
+            num_warmup=parameters["warmup"],
+            num_rounds=parameters["steps"],
+            num_parameters=accounting.num_parameters(config),
+        )
+    if operation in ("adamw", "optimizer"):
+        rows, columns = parameters["rows"], parameters["columns"]
+        names = ["params"]
+        if operation == "adamw":
+            names += ["grads", "exp_avgs", "exp_avg_sqs", "step"]
+        return Optimizer(
+            **given,
+            grad_outs=draw(device.kind, "fp32", (rows, columns), (columns,)),
+            costs={"step": {"num_bytes": ADAMW_BYTES * (rows + 1) * columns}},
+            terms={"out": 1},
+            options=dict.fromkeys([*names, *ADAMW]),
+            method="flush",
+        )
+    new = new_attention if operation == "attention" else row_operation
+    return Watched(**vars(new(device, parameters)) | {"baseline": "ours"})
+
 
 # On a copy of the logits, as Liger's is run: both overwrite them by their gradient.
 register(
