@@ -55,7 +55,7 @@ def test_every_way_trains_as_one_process_does():
 
 def test_other_losses_have_no_time():
     seen = {"losses": [9.0, 8.0], "reference": [9.0, 8.01], "samples_ms": [2.0, 4.0]}
-    seen |= {"watts": None, "peak_bytes": None, "levels": ["input"] * 2}
+    seen |= {"watts": None, "peak_bytes": 0, "levels": ["input"] * 2}
     case = Case("8b", CASE, WAYS, 60.0)
     result = measured({}, case, [seen, seen | {"samples_ms": [3.0, 3.0]}])
     assert result.samples["step_ms"] == [3.0, 4.0] and result.metrics["sustained_ms"] == 3.5
