@@ -26,17 +26,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from labkit.parallel.collectives import CopyWork, PeerMemory, all_gather, reduce_scatter, start
+from labkit.parallel.collectives import (
+    CopyWork,
+    PeerMemory,
+    all_gather,
+    group_of,
+    reduce_scatter,
+    start,
+)
 from labkit.parallel.data_parallel import (
     MB,
     SECOND_BACKWARD,
     GradientBuckets,
     Wrapper,
-    check_transport,
     only_dtype,
     weakly,
 )
-from labkit.parallel.launch import moment
 
 FOREIGN_USE = (
     "a module computes with a parameter of another one, which is sharded there; accepted: units=("
@@ -104,12 +109,15 @@ class _Weight(_Parameter):
     def unpadded(self, chunk: Tensor) -> Tensor:
         return chunk[: self.local.numel()].view(self.local.shape)
 
-    def take_gradient(self) -> Tensor:
-        """Returns the gradient of the full weight, flat and padded, and forgets it."""
+    def take_gradient(self) -> tuple[Tensor, Tensor]:
+        """Returns room for this rank's chunk of the gradient, and the whole of it, flat and padded,
+        which is forgotten here.
+        """
         gradient = self.full.grad.flatten()
         self.full.grad = None
         padding = self.flat.numel() - gradient.numel()
-        return F.pad(gradient, (0, padding)) if padding else gradient
+        whole = F.pad(gradient, (0, padding)) if padding else gradient
+        return whole.new_empty(self.chunk), whole
 
     def wait(self) -> None:
         for work in self.works:
@@ -228,11 +236,7 @@ class FullyShardedDataParallel(Wrapper):
             NCCL's GPUs only.
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
-    Attributes:
-        waits: None, or a list that collects (begin, end) of each wait for a gather: CUDA events, or
-            seconds.
-
-    Raises ValueError for another transport and as `check_and_broadcast`;
+    Raises ValueError for another transport;
     RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a parameter
     used by another module than its own outside of a unit, and as `Wrapper`.
     """
@@ -246,12 +250,10 @@ class FullyShardedDataParallel(Wrapper):
         transport: str = "collective",
         broadcast_buffers: bool = True,
     ):
-        group = check_transport(transport)
         super().__init__(module, broadcast_buffers)
-        self._group = group
+        self._group = group_of(transport, "collective", "copy")
         self.compute_dtype = compute_dtype
         self._units = units
-        self.waits: list[tuple] | None = None
         # Layers in the order of the iteration before, and of this one; the place in the former.
         self._plan: list[_Layer] = []
         self._uses: list[_Layer] = []
@@ -272,7 +274,9 @@ class FullyShardedDataParallel(Wrapper):
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
         vectors = [vector.full for vector in self._vectors]
-        self._replicated = GradientBuckets(vectors, bucket_bytes=25 * MB, overlap=True, group=group)
+        self._replicated = GradientBuckets(
+            vectors, 25 * MB, overlap=True, transport="collective" if self._peers else transport
+        )
         self._wrapped = self._parameters_now()
 
     def _sharded(self, module: nn.Module) -> dict[nn.Parameter, _Parameter]:
@@ -392,11 +396,8 @@ class FullyShardedDataParallel(Wrapper):
         self._position = self._position + 1 if following[:1] == [layer] else len(self._plan)
         if len(following) == 2 and following[0] is layer:
             following[1].start_gather()
-        begin = moment() if self.waits is not None else None
         for weight in layer.weights:
             weight.wait()
-        if begin is not None:
-            self.waits.append((begin, moment()))
 
     def _before_forward(self, layer: _Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if layer.weights:
@@ -449,17 +450,10 @@ class FullyShardedDataParallel(Wrapper):
         if not weights:
             return
         layer.arrived = []
-        gradients = [weight.take_gradient() for weight in weights]
-        pairs = [
-            (flat.new_empty(weight.chunk), flat)
-            for weight, flat in zip(weights, gradients, strict=True)
-        ]
+        pairs = [weight.take_gradient() for weight in weights]
         if self._peers:
-            works = [
-                CopyWork(
-                    self._reducing_stream, self._staging.average_scatter, *zip(*pairs, strict=True)
-                )
-            ]
+            tensors = zip(*pairs, strict=True)
+            works = [CopyWork(self._reducing_stream, self._staging.average_scatter, *tensors)]
         else:
             works = start(reduce_scatter, pairs, dist.ReduceOp.AVG, group=self._group)
         self._reducing.append((weights, pairs, works))
