@@ -83,7 +83,6 @@ def step():
     case = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "batch": 1}
     yield shared_step.SharedStep(shared_step.WAYS["naive"], case)
     dist.destroy_process_group()
-    shared_step._host_group.cache_clear()
 
 
 def test_a_pause_is_in_the_part_of_what_paused(step, monkeypatch):

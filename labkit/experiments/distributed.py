@@ -235,7 +235,9 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
         )
     timing = slowest(ranks, NUM_WARMUP + 1, "time limit")
     metrics = {**timing.metrics(), "loss": first["loss"], "loss_deviation": deviation}
-    metrics |= {name: max(rank["memory"][name] for rank in ranks) for name in first["memory"]}
+    for name, size in first["memory"].items():
+        if size is not None:
+            metrics[name] = max(rank["memory"][name] for rank in ranks)
     for part in first["profile"]:
         # One rank's wait is another's work, so only means add up to a step.
         metrics[f"{part}_us"] = statistics.mean(rank["profile"][part] for rank in ranks)

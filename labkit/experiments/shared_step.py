@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -165,7 +165,7 @@ class SharedStep(Step):
         # ZeroRedundancyOptimizer keeps its own inside.
         state = getattr(self.optimizer, "optim", self.optimizer).state
         parameters = list(self.model.parameters())
-        memory = self.memory | {
+        self.memory |= {
             "symmetric_bytes": getattr(self.model, "symmetric_bytes", None),
             "after_step_bytes": _allocated(),
             "peak_bytes": torch.cuda.max_memory_allocated() or None,
@@ -173,7 +173,6 @@ class SharedStep(Step):
             "gradient_bytes": _local_bytes([parameter.grad for parameter in parameters]),
             "state_bytes": sum(_local_bytes(values.values()) for values in state.values()),
         }
-        self.memory = {name: value for name, value in memory.items() if value is not None}
         if self.compile == "graph":
             self.optimizer.zero_grad()
             # The graph holds a step's collectives too, and NCCL's own threads may ask for events
@@ -187,7 +186,7 @@ class SharedStep(Step):
 
     def profile(self) -> pd.DataFrame:
         """Returns `split.steps_of` a trace of NUM_PROFILED steps, one before and one after them."""
-        host = _host_group()
+        host = dist.new_group(backend="gloo")  # ranks meet in it without a kernel
 
         def steps() -> None:
             # Profilers take their time to start; a rank that waits for another would seem to
@@ -248,12 +247,6 @@ def slowest(ranks: Sequence[dict[str, Any]], num_warmup: int, stop_reason: str) 
     return Timing(tuple(map(max, samples_ms)), "window", num_warmup, stop_reason)
 
 
-@cache
-def _host_group() -> dist.ProcessGroup:
-    """Returns the group of all ranks in which they meet without a kernel."""
-    return dist.new_group(backend="gloo")
-
-
 def _allocated() -> int | None:
     return torch.cuda.memory_allocated() or None  # 0 without a GPU
 
@@ -263,25 +256,18 @@ def _local_bytes(values: Sequence) -> int:
     return sum(getattr(x, "_local_tensor", x).nbytes for x in values if torch.is_tensor(x))
 
 
-def merged(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
+def spans_of(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
     """Returns begins and ends (ms) of the intervals in which a kernel ran, without gaps below
     SHORTEST_GAP_NS.
     """
     rows = table.sort_values("start_ns")
-    begins = rows["start_ns"]
-    ends = rows["end_ns"].cummax()
-    is_first = ~(begins - ends.shift() < SHORTEST_GAP_NS)  # of its interval
-    is_last = is_first.shift(-1, fill_value=True)
+    rows["end_ns"] = rows["end_ns"].cummax()
+    is_first = ~(rows["start_ns"] - rows["end_ns"].shift() < SHORTEST_GAP_NS)  # of its interval
+    intervals = rows.groupby(is_first.cumsum())
     return {
-        f"{name}_begin_ms": (begins[is_first] / 1e6).tolist(),
-        f"{name}_end_ms": (ends[is_last] / 1e6).tolist(),
+        f"{name}_begin_ms": (intervals["start_ns"].first() / 1e6).tolist(),
+        f"{name}_end_ms": (intervals["end_ns"].last() / 1e6).tolist(),
     }
-
-
-def timeline(table: pd.DataFrame, sent: pd.DataFrame) -> dict[str, list[float]]:
-    """Returns the intervals in which a rank computed and communicated in the profiled steps."""
-    computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
-    return merged("computing", computing) | merged("communicating", sent)
 
 
 def steps_rank(
@@ -308,23 +294,26 @@ def steps_rank(
     for number in range(NUM_ROUNDS):
         for way in phases:
             step = SharedStep(WAYS[way], parameters)
-            seen[way]["loss"] = step.warm_up()
-            losses.setdefault(way, seen[way]["loss"])
-            step_ms = torch.tensor(time_steps(step.train_once, 1), device=rank_device())
-            dist.all_reduce(step_ms, dist.ReduceOp.MAX)
-            num_steps = min(max(int(1e3 * time_limit_s / step_ms.item()), 2), 10)
-            seen[way]["samples_ms"] += time_steps(step.train_once, num_steps)
-            seen[way]["memory"] = step.memory
-            seen[way]["case"] = step.described()
+            mine = seen[way]
+            mine["loss"] = step.warm_up()
+            losses.setdefault(way, mine["loss"])
+            once_ms = torch.tensor(time_steps(step.train_once, 1), device=rank_device())
+            dist.all_reduce(once_ms, dist.ReduceOp.MAX)
+            num_steps = min(max(int(1e3 * time_limit_s / once_ms.item()), 2), 10)
+            mine["samples_ms"] += time_steps(step.train_once, num_steps)
             if number == 0:
-                seen[way]["observed"] = {"num_parameters": step.num_parameters}
+                mine["memory"] = step.memory
+                mine["case"] = step.described()
+                mine["observed"] = {"num_parameters": step.num_parameters}
             if number == 0 and "alone" in phases:  # which comes first
                 table = step.profile()
                 if way == "alone":
                     alone = table
-                seen[way]["profile"], sent = split(table, alone)
-                seen[way]["observed"] |= transport(sent)
+                mine["profile"], sent = split(table, alone)
+                mine["observed"] |= transport(sent)
                 if way in TIMELINES:
-                    seen[way]["spans"] = timeline(table, sent)
+                    computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
+                    mine["spans"] = spans_of("computing", computing)
+                    mine["spans"] |= spans_of("communicating", sent)
             step.close()
-            yield way, seen[way]
+            yield way, mine

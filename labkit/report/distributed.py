@@ -33,9 +33,6 @@ SHARDED_BYTES = {"sharded optimizer": 8, "zero redundancy": 8, "fsdp": 16, "full
 left out of its name.
 """
 
-PARTS = ["exposed", "contention", "added, idle", "saved", "drift, rest"]
-"""Of a step, as the chapter's table has them."""
-
 LANES = {"computing": "#0072b2", "communicating": "#e69f00"}
 
 
@@ -214,8 +211,8 @@ def split_table(steps: pd.DataFrame) -> pd.DataFrame:
     rows = split(steps)
     rows["added, idle"] = rows["added"] + rows["idle"]
     rows["drift, rest"] = rows["drift"] + rows["remainder"]
-    percents = rows[["ratio", *PARTS]].mul(100).round(1)
-    return percents.assign(way=rows["phase"])[["way", *percents]]
+    columns = ["ratio", "exposed", "contention", "added, idle", "saved", "drift, rest"]
+    return rows.set_index("phase")[columns].mul(100).round(1).rename_axis("way").reset_index()
 
 
 BOARD = {
