@@ -257,6 +257,7 @@ class Board(nn.Module):
         else:
             self.optimizer = torch.optim.AdamW(self.parameters(), fused=True, **ADAMW)
         self.tokens, self.targets = own_tokens(config, 1, context)
+        self.losses: list[Tensor] = []
 
     def forward(self) -> Tensor:
         x_BTC = self.embedding(self.tokens)
@@ -264,41 +265,15 @@ class Board(nn.Module):
             x_BTC = block(x_BTC, self.rotary)
         return self.loss(x_BTC, self.targets)
 
-    def step(self) -> Tensor:
-        """Trains one step and returns its loss on this rank."""
+    def step(self) -> None:
+        """Trains one step and notes its loss on this rank."""
         if self.optimizer:
             self.optimizer.zero_grad()
         loss = self()
         loss.backward()
         if self.optimizer:
             self.optimizer.step()
-        return loss.detach()
-
-
-def _trained(board: Board) -> dict[str, Any]:
-    """Runs NUM_STEPS steps and returns what this rank saw of them."""
-    kind = rank_device().type
-    if kind == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    losses: list[Tensor] = []
-
-    def train() -> None:
-        losses.append(board.step())
-
-    for _ in range(NUM_STEPS - NUM_TIMED):
-        train()
-    with Monitor(kind) as monitor:
-        samples_ms = time_steps(train, NUM_TIMED)
-    watts = [one.power_mw / 1e3 for one in monitor.readings if one.power_mw]
-    mean = torch.stack(losses)
-    dist.all_reduce(mean)
-    return {
-        "losses": (mean / dist.get_world_size()).tolist(),
-        "samples_ms": samples_ms,
-        "watts": statistics.fmean(watts) if watts else None,
-        "peak_bytes": torch.cuda.max_memory_allocated(),  # 0 without a GPU
-        "levels": board.levels,
-    }
+        self.losses.append(loss.detach())
 
 
 def board_rank(
@@ -307,7 +282,9 @@ def board_rank(
     backend: str = "inductor",
     room: float | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Trains with each of WAYS from the same start and yields (way, what this rank saw)."""
+    """Trains NUM_STEPS steps with each of WAYS from the same start and yields (way, what this rank
+    saw).
+    """
     device = Device(rank_device().type, "", "")
     if device.kind == "cuda":
         # Blocks of many sizes come and go; cut from fixed segments they would not fit.
@@ -315,11 +292,30 @@ def board_rank(
     room = room or memory_bytes(device) - RESERVED_BYTES
     reference = None
     for way in phases:
-        seen = _trained(Board(WAYS[way], parameters, room, backend))
-        empty_cache(device)
+        board = Board(WAYS[way], parameters, room, backend)
+        if device.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(NUM_STEPS - NUM_TIMED):
+            board.step()
+        with Monitor(device.kind) as monitor:
+            samples_ms = time_steps(board.step, NUM_TIMED)
+        watts = [one.power_mw / 1e3 for one in monitor.readings if one.power_mw]
+        mean = torch.stack(board.losses)
+        dist.all_reduce(mean)
+        losses = (mean / dist.get_world_size()).tolist()
         if way == next(iter(WAYS)):
-            reference = seen["losses"]
-        yield way, seen | {"reference": reference}
+            reference = losses
+        seen = {
+            "losses": losses,
+            "reference": reference,
+            "samples_ms": samples_ms,
+            "watts": statistics.fmean(watts) if watts else None,
+            "peak_bytes": torch.cuda.max_memory_allocated(),  # 0 without a GPU
+            "levels": board.levels,
+        }
+        del board
+        empty_cache(device)
+        yield way, seen
 
 
 def measured(ceilings: dict[str, float], case: Case, ranks: list[dict[str, Any]]) -> Measured:

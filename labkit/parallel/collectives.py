@@ -107,18 +107,18 @@ class PeerMemory:
         self.world_size = dist.get_world_size()
         size = -(-num_elements // self.world_size) * self.world_size
         self.buffer, self.memory = _symmetric(size, dtype)
-        peers = range(self.world_size)
-        self.buffers = [self.memory.get_buffer(peer, (size,), dtype) for peer in peers]
+        ranks = range(self.world_size)
+        self.buffers = [self.memory.get_buffer(rank, (size,), dtype) for rank in ranks]
         self.buffers[self.rank] = self.buffer
         self.shards = [buffer.chunk(self.world_size) for buffer in self.buffers]
+        # Each rank reads from, or writes to, another peer at a time.
+        self.peers = [(self.rank + step) % self.world_size for step in ranks[1:]]
 
     def all_gather(self, output: Tensor) -> None:
         """Copies the shards of all ranks, each at its place in its rank's buffer, to `output`."""
         pieces = output.tensor_split(self.world_size)
         self.memory.barrier()
-        for step in range(self.world_size):
-            # Each rank reads from another peer at a time.
-            peer = (self.rank + step) % self.world_size
+        for peer in (self.rank, *self.peers):
             pieces[peer].copy_(self.shards[peer][peer][: len(pieces[peer])])
         self.memory.barrier()
 
@@ -135,15 +135,13 @@ class PeerMemory:
             return self.shards[holder][sender][: sum(sizes)].split(sizes)
 
         self.memory.barrier()
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
+        for peer in self.peers:
             for target, piece in zip(staged(peer, self.rank), pieces, strict=True):
                 target.copy_(piece[peer])
         self.memory.barrier()
         for shard, piece in zip(shards, pieces, strict=True):
             shard.copy_(piece[self.rank])
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
+        for peer in self.peers:
             torch._foreach_add_(shards, staged(self.rank, peer))
 
     def average_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ Sources: Li et al. 2020, PyTorch Distributed (buckets, overlap, no_sync); Stanfo
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,13 +60,13 @@ def only_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     return dtypes.pop()
 
 
+@dataclass
 class _Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients travel together; those that have none yet, by id."""
 
-    def __init__(self, params: list[nn.Parameter]):
-        self.params = params
-        self.waiting_for = {id(p) for p in params}
-        self.work: Any = None
+    params: list[nn.Parameter]
+    waiting_for: set[int]
+    work: Any = None
 
 
 class GradientBuckets:
@@ -116,7 +117,7 @@ class GradientBuckets:
             return
         self._frozen = [p for p in self._frozen if not p.requires_grad]
         for number, group in enumerate(_grouped(params, self._bucket_bytes), len(self._buckets)):
-            self._buckets.append(_Bucket(group))
+            self._buckets.append(_Bucket(group, set(map(id, group))))
             for p in group:
                 p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
         if self._copied:
@@ -181,7 +182,7 @@ class GradientBuckets:
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         for bucket in self._buckets:
             bucket.work.wait()
-            bucket.waiting_for = {id(p) for p in bucket.params}
+            bucket.waiting_for = set(map(id, bucket.params))
         if unused:
             for p, is_used in zip(params, used.tolist(), strict=True):
                 p.grad = p.grad if is_used else None

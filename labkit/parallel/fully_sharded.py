@@ -172,12 +172,8 @@ class _Layer:
         arrived: weights with a gradient to be sent.
     """
 
-    def __init__(
-        self, uses: list[tuple], peers: _PeerShards | None, group: dist.ProcessGroup | None
-    ):
+    def __init__(self, uses: list[tuple]):
         self.uses = uses
-        self.peers = peers
-        self.group = group
         owners = {
             parameter: owner for owner, _, parameter in uses if isinstance(parameter, _Weight)
         }
@@ -187,29 +183,6 @@ class _Layer:
         self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner in owners.values())
         for weight in self.weights:
             weight.layer = self
-
-    @torch.no_grad()
-    def start_gather(self) -> None:
-        """Sends for all of the weights that are not here in one operation; `_Weight.wait` waits for
-        it.
-        """
-        missing = [weight for weight in self.weights if not weight.flat.untyped_storage().size()]
-        if not missing:
-            return
-        for weight in missing:
-            weight.flat.untyped_storage().resize_(weight.flat.nbytes)
-        if self.peers:
-            works = [CopyWork(self.peers.stream, self.peers.copy, missing)]
-        else:
-            pairs = [
-                (weight.flat, weight.flat.split(weight.chunk)[dist.get_rank()])
-                for weight in missing
-            ]
-            for weight, (_, own) in zip(missing, pairs, strict=True):
-                weight.unpadded(own).copy_(weight.local)
-            works = start(all_gather, pairs, group=self.group)
-        for weight in missing:
-            weight.works = works
 
 
 class FullyShardedDataParallel(Wrapper):
@@ -328,7 +301,7 @@ class FullyShardedDataParallel(Wrapper):
             return
         for owner, key, parameter in uses:
             owner._parameters[key] = parameter.outer
-        layer = _Layer(uses, self._peers, self._group)
+        layer = _Layer(uses)
 
         def around(*args, **kwargs):
             args, kwargs = self._before_forward(layer, args, kwargs)
@@ -386,16 +359,38 @@ class FullyShardedDataParallel(Wrapper):
                 vector.full.grad = None
         self._free_all()
 
+    @torch.no_grad()
+    def _gather(self, layer: _Layer) -> None:
+        """Sends for all of the layer's weights that are not here in one operation; `_Weight.wait`
+        waits for it.
+        """
+        missing = [weight for weight in layer.weights if not weight.flat.untyped_storage().size()]
+        if not missing:
+            return
+        for weight in missing:
+            weight.flat.untyped_storage().resize_(weight.flat.nbytes)
+        if self._peers:
+            works = [CopyWork(self._peers.stream, self._peers.copy, missing)]
+        else:
+            pairs = []
+            for weight in missing:
+                own = weight.flat.split(weight.chunk)[dist.get_rank()]
+                weight.unpadded(own).copy_(weight.local)
+                pairs.append((weight.flat, own))
+            works = start(all_gather, pairs, group=self._group)
+        for weight in missing:
+            weight.works = works
+
     def _use(self, layer: _Layer) -> None:
         """Makes the layer's weights whole, and starts to gather those that came next in the
         iteration before.
         """
-        layer.start_gather()
+        self._gather(layer)
         self._uses.append(layer)
         following = self._plan[self._position : self._position + 2]
         self._position = self._position + 1 if following[:1] == [layer] else len(self._plan)
         if len(following) == 2 and following[0] is layer:
-            following[1].start_gather()
+            self._gather(following[1])
         for weight in layer.weights:
             weight.wait()
 
