@@ -167,23 +167,24 @@ class GradientBuckets:
         params = [p for bucket in self._buckets for p in bucket.params]
         if not params:
             return
-        unused = [position for position, p in enumerate(params) if p.grad is None]
-        for position in unused:
-            params[position].grad = torch.zeros_like(params[position])
+        used = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
+        is_complete = True
+        for number, p in enumerate(params):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+                used[number] = 0
+                is_complete = False
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
             if one_by_one:
                 bucket.work.wait()
         # Every rank takes part, but only one that lacks gradients has to wait for what the others
         # used.
-        used = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
-        if unused:
-            used[unused] = 0
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         for bucket in self._buckets:
             bucket.work.wait()
             bucket.waiting_for = set(map(id, bucket.params))
-        if unused:
+        if not is_complete:
             for p, is_used in zip(params, used.tolist(), strict=True):
                 p.grad = p.grad if is_used else None
         self._next = 0
