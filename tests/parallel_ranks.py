@@ -229,6 +229,9 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
 def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
     linear, rank = nn.Linear(2, 2), dist.get_rank()
     sparse = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
+    first, *others = parameters(torch.float32)
+    optimizer = ShardedOptimizer([first], torch.optim.SGD)
+    group, state = {"params": others[rank : rank + 1]}, {"param_groups": [], "state": {}}
     for call, message in (
         (lambda: BucketedDataParallel(linear, 0), "bucket_size_mb is 0; accepted"),
         (lambda: BucketedDataParallel(linear, 1, "copy"), "'copy'; accepted with gloo: coll"),
@@ -243,9 +246,17 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
             r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",
         ),
         (lambda: collectives.time_collective("all_ruduce", 1000), "accepted: all_reduce"),
+        (
+            lambda: optimizer.add_param_group(group),
+            r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, a parameter of \(5,\), ",
+        ),
+        (lambda: optimizer.load_state_dict(state), "different number of parameter groups"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    # A group that is refused leaves the optimizer as it was.
+    first.grad = torch.ones_like(first)
+    optimizer.step()
 
 
 def check_no_wrapper_outlives_its_last_use():
@@ -396,23 +407,3 @@ def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
         sizes = [p.nbytes for p in params]
         most = sum(sizes) / dist.get_world_size() + max(sizes)
         assert sum(p.nbytes for p in sharded.state) <= most, "more than its share"
-
-
-def check_what_cannot_be_sharded_is_refused_on_every_rank():
-    rank, (first, *others) = dist.get_rank(), parameters(torch.float32)
-    optimizer = ShardedOptimizer([first], torch.optim.SGD)
-    for call, message in (
-        (
-            lambda: optimizer.add_param_group({"params": others[rank : rank + 1]}),
-            r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, a parameter of \(5,\), ",
-        ),
-        (
-            lambda: optimizer.load_state_dict({"param_groups": [], "state": {}}),
-            "different number of parameter groups",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    # A group that is refused leaves the optimizer as it was.
-    first.grad = torch.ones_like(first)
-    optimizer.step()

@@ -20,9 +20,9 @@ WAYS = ("off the shelf", "and our AdamW, in backward")
 )
 def test_blocks_keep_what_fits_the_last_ones_most(room_gb, num_attention, num_products):
     levels = kept(model_config("8b"), 32_768, 2, room_gb * 1e9)
-    counts = [34 - num_attention - num_products, num_attention, num_products]
-    names = ("input", "attention", "products")
-    assert levels == [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    num_inputs = 34 - num_attention - num_products
+    expected = ["input"] * num_inputs + ["attention"] * num_attention
+    assert levels == expected + ["products"] * num_products
 
 
 def reference() -> list[float]:

@@ -209,6 +209,9 @@ class FullyShardedDataParallel(Wrapper):
             NCCL's GPUs only.
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
+    Attributes:
+        symmetric_bytes: of memory that copies are read from; torch's allocator does not count it.
+
     Raises ValueError for another transport;
     RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a parameter
     used by another module than its own outside of a unit, and as `Wrapper`.
@@ -241,11 +244,13 @@ class FullyShardedDataParallel(Wrapper):
         parameters = self._sharded(module)
         self._peers = _PeerShards(self._weights) if transport == "copy" else None
         self._hook(module, parameters)
+        self.symmetric_bytes = 0
         if self._peers:
             layers = {weight.layer for weight in self._weights}
             most = max(sum(weight.flat.numel() for weight in layer.weights) for layer in layers)
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
+            self.symmetric_bytes = self._peers.buffer.nbytes + self._staging.buffer.nbytes
         vectors = [vector.full for vector in self._vectors]
         self._replicated = GradientBuckets(
             vectors, 25 * MB, overlap=True, transport="collective" if self._peers else transport
@@ -314,13 +319,6 @@ class FullyShardedDataParallel(Wrapper):
 
         # Around what is compiled, where hooks of the module would be inside.
         module._compiled_call_impl = around
-
-    @property
-    def symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory that copies are read from; torch's allocator does not count
-        them.
-        """
-        return self._peers.buffer.nbytes + self._staging.buffer.nbytes if self._peers else 0
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
