@@ -4,6 +4,7 @@ where something is wrong.
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import warnings
@@ -95,35 +96,38 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def alone_step(model: nn.Module, optimizer, seed: int, parts: int = 1) -> None:
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def alone_step(model: nn.Module, optimizer, seed: int, parts: int = 1, loss=squares) -> None:
     """One process's step with the gradient that ranks have by definition: each rank's rows by
     themselves, then the mean.
     """
-    totals = {p: None for p in model.parameters()}
+    totals = dict.fromkeys(model.parameters())
     number = dist.get_world_size()
     for rank in range(number):
         model.zero_grad()
         for part in rows(number * seed + rank).chunk(parts):
-            model(part).square().mean().backward()
-        for p in totals:
+            loss(model, part).backward()
+        for p, total in totals.items():
             if p.grad is not None:
-                totals[p] = p.grad if totals[p] is None else totals[p] + p.grad
+                totals[p] = p.grad if total is None else total + p.grad
     for p, total in totals.items():
         p.grad = None if total is None else total / number
     optimizer.step()
 
 
-def rank_step(model: nn.Module, optimizer, seed: int, parts: int = 1) -> None:
+def rank_step(model: nn.Module, optimizer, seed: int, parts: int = 1, loss=squares) -> None:
     """A wrapper's step on this rank's rows."""
     optimizer.zero_grad()
-    finish = getattr(model, "finish_gradient_synchronization", lambda: None)
     pieces = rows(dist.get_world_size() * seed + dist.get_rank()).chunk(parts)
     for left, part in zip(reversed(range(parts)), pieces, strict=True):
         waits = left and hasattr(model, "no_sync")
         with model.no_sync() if waits else contextlib.nullcontext():
-            model(part).square().mean().backward()
+            loss(model, part).backward()
             if not waits:
-                finish()
+                model.finish_gradient_synchronization()
     optimizer.step()
 
 
@@ -225,6 +229,9 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
 def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
     linear, rank = nn.Linear(2, 2), dist.get_rank()
     sparse = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
+    first, *others = parameters(torch.float32)
+    optimizer = ShardedOptimizer([first], torch.optim.SGD)
+    group, state = {"params": others[rank : rank + 1]}, {"param_groups": [], "state": {}}
     for call, message in (
         (lambda: BucketedDataParallel(linear, 0), "bucket_size_mb is 0; accepted"),
         (lambda: BucketedDataParallel(linear, 1, "copy"), "'copy'; accepted with gloo: coll"),
@@ -239,9 +246,17 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
             r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",
         ),
         (lambda: collectives.time_collective("all_ruduce", 1000), "accepted: all_reduce"),
+        (
+            lambda: optimizer.add_param_group(group),
+            r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, a parameter of \(5,\), ",
+        ),
+        (lambda: optimizer.load_state_dict(state), "different number of parameter groups"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    # A group that is refused leaves the optimizer as it was.
+    first.grad = torch.ones_like(first)
+    optimizer.step()
 
 
 def check_no_wrapper_outlives_its_last_use():
@@ -274,8 +289,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, rotary, use_reentrant=False)
 
 
-def transformer(seed: int, variant: str = "plain") -> TransformerLM:
-    torch.manual_seed(seed)
+def transformer(variant: str = "plain") -> TransformerLM:
     model = TransformerLM(TOY, max_context=8)
     for i, block in enumerate(model.blocks):
         if variant == "compiled":
@@ -284,32 +298,25 @@ def transformer(seed: int, variant: str = "plain") -> TransformerLM:
     return model
 
 
-def lm_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def lm_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    tokens = (x * 4).long() % TOY.vocab_size
     return language_model_loss(model(tokens).float(), tokens)
 
 
 def check_a_fully_sharded_transformer_trains_as_in_one_process():
     rank, number = dist.get_rank(), dist.get_world_size()
     for variant in ("plain", "units", "checkpointed", "bf16", "compiled"):
-        expected = transformer(0)
+        expected = made(transformer)
         units = (Block,) if variant == "units" else ()
         dtype = torch.bfloat16 if variant == "bf16" else None
-        model = FullyShardedDataParallel(transformer(rank, variant), dtype, units=units)
+        mine = made(functools.partial(transformer, variant), rank)
+        model = FullyShardedDataParallel(mine, dtype, units=units)
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (expected, model)]
-        for step in range(3):
-            torch.manual_seed(step)
-            tokens = torch.randint(17, (number, 2, 8))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            sum(lm_loss(expected, batch) for batch in tokens).backward()
-            for p in expected.parameters():
-                p.grad /= number
-            lm_loss(model, tokens[rank]).backward()
-            model.finish_gradient_synchronization()
+        for seed in range(3):
+            alone_step(expected, optimizers[0], seed, loss=lm_loss)
+            rank_step(model, optimizers[1], seed, loss=lm_loss)
             with torch.no_grad():
-                model(tokens[rank])
-            for optimizer in optimizers:
-                optimizer.step()
+                lm_loss(model, rows(seed))
         for p in model.parameters():
             assert p.grad.shape == p.shape and p.grad.dtype == p.dtype == torch.float32
         num_elements = sum(p.numel() for p in expected.parameters())
@@ -358,17 +365,10 @@ def check_an_average_sent_in_16_bits_is_rounded_twice_whatever_the_number_of_ran
 # ---- the sharded optimizer -----------------------------------------------------------------------
 
 
-def parameters(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[nn.Parameter]:
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
+    shapes = (4, 5), (5,), (3, 4), (7,)
     return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
-
-
-def fp32() -> list[nn.Parameter]:
-    return parameters(torch.float32, (4, 5), (5,), (3, 4), (7,))
-
-
-def bf16() -> list[nn.Parameter]:
-    return parameters(torch.bfloat16, (4, 5), (5,), (3,))
 
 
 EVENTS = "steps steps exchange steps group steps freeze steps steps".split()
@@ -376,56 +376,34 @@ EVENTS = "steps steps exchange steps group steps freeze steps steps".split()
 
 def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
     """Through whatever happens between steps; the last parameter comes in a group of its own."""
-    for kind, make, options in (
-        (torch.optim.AdamW, fp32, {"lr": 0.1, "fused": True}),
-        (torch.optim.SGD, fp32, {"lr": 0.1, "momentum": 0.9}),
-        (FusedAdamW, bf16, {"lr": 0.1}),
+    for kind, dtype, options in (
+        (torch.optim.AdamW, torch.float32, {"fused": True}),
+        (torch.optim.SGD, torch.float32, {"momentum": 0.9}),
+        (FusedAdamW, torch.bfloat16, {}),
     ):
-        params, expected = make(), make()
+        params, expected = parameters(dtype), parameters(dtype)
         # Twice, as tied parameters are in a list made module by module.
-        sharded = ShardedOptimizer([*params[:-1], params[0]], kind, **options)
-        unsharded = kind(expected[:-1], **options)
+        sharded = ShardedOptimizer([*params[:-1], params[0]], kind, lr=0.1, **options)
+        unsharded = kind(expected[:-1], lr=0.1, **options)
         for seed, event in enumerate(EVENTS):
             generator = torch.Generator().manual_seed(seed)
             if event == "steps":
-                for number, (p, q) in enumerate(zip(params, expected, strict=True)):
-                    p.grad = q.grad = None
-                    if number % 3 != seed % 3:
-                        q.grad = torch.randn(q.shape, generator=generator, dtype=q.dtype)
-                        p.grad = q.grad.clone()
+                for number, pair in enumerate(zip(params, expected, strict=True)):
+                    gradient = torch.randn(pair[0].shape, generator=generator, dtype=dtype)
+                    for p in pair:
+                        p.grad = gradient.clone() if number % 3 != seed % 3 else None
                 assert sharded.step(lambda: 7) == unsharded.step(lambda: 7) == 7
             elif event == "exchange":
-                states = copy.deepcopy((sharded.state_dict(), unsharded.state_dict()))
-                unsharded.load_state_dict(states[0])
-                sharded.load_state_dict(states[1])
-            elif event == "group":
-                sharded.add_param_group({"params": params[-1], "lr": 0.05})
-                unsharded.add_param_group({"params": expected[-1], "lr": 0.05})
-            else:  # frozen, with gradients in the steps that follow
-                params[0].requires_grad_(False)
-                expected[0].requires_grad_(False)
+                state = copy.deepcopy(sharded.state_dict())
+                sharded.load_state_dict(copy.deepcopy(unsharded.state_dict()))
+                unsharded.load_state_dict(state)
+            for optimizer, listed in ((sharded, params), (unsharded, expected)):
+                if event == "group":
+                    optimizer.add_param_group({"params": listed[-1], "lr": 0.05})
+                elif event == "freeze":  # with gradients in the steps that follow
+                    listed[0].requires_grad_(False)
             same = [torch.equal(p, q) for p, q in zip(params, expected, strict=True)]
-            assert all(same), (kind, make, seed, event, same)
+            assert all(same), (kind, dtype, seed, event, same)
         sizes = [p.nbytes for p in params]
         most = sum(sizes) / dist.get_world_size() + max(sizes)
         assert sum(p.nbytes for p in sharded.state) <= most, "more than its share"
-
-
-def check_what_cannot_be_sharded_is_refused_on_every_rank():
-    rank, (first, *others) = dist.get_rank(), fp32()
-    optimizer = ShardedOptimizer([first], torch.optim.SGD)
-    for call, message in (
-        (
-            lambda: optimizer.add_param_group({"params": others[rank : rank + 1]}),
-            r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, a parameter of \(5,\), ",
-        ),
-        (
-            lambda: optimizer.load_state_dict({"param_groups": [], "state": {}}),
-            "different number of parameter groups",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    # A group that is refused leaves the optimizer as it was.
-    first.grad = torch.ones_like(first)
-    optimizer.step()

@@ -15,24 +15,23 @@ from labkit.records import folder_of
 STEP = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "batch": 2}
 
 
-@pytest.mark.parametrize(
-    ("transport", "method", "issue_ms"), [("copy", "queued", 0.048), ("gloo", "host", None)]
-)
-def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(transport, method, issue_ms):
-    times = {"times_s": [1e-5, 2e-5, 3e-5], "issue_s": 4.8e-5, "world_size": 2}
-    rates = {"num_bytes": 8, "num_wrong": 0, "algorithm_gbs": 1.0, "bus_gbs": 1.0}
+@pytest.mark.parametrize(("transport", "method"), [("copy", "queued"), ("gloo", "host")])
+def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(transport, method):
+    found = {"times_s": [1e-5, 2e-5, 3e-5], "issue_s": 4.8e-5, "world_size": 2, "num_wrong": 0}
+    found |= dict.fromkeys(("num_bytes", "algorithm_gbs", "bus_gbs"), 1.0)
     case = Case("collectives", {"world_size": 2, "transport": transport}, ("all_reduce",), 60.0)
-    result = distributed._collective(case, [times | rates])
+    result = distributed._collective(case, [found])
     assert (result.timer["method"], result.metrics["median_ms"]) == (method, pytest.approx(0.02))
-    assert result.metrics.get("launch_median_ms") == (issue_ms and pytest.approx(issue_ms))
+    issued = pytest.approx(0.048) if transport == "copy" else None
+    assert result.metrics.get("launch_median_ms") == issued
     with pytest.raises(ValueError, match="3 wrong elements"):
-        distributed._collective(case, [times | rates | {"num_wrong": 3}])
+        distributed._collective(case, [found | {"num_wrong": 3}])
 
 
 def seen(way, loss, samples=(2.0, 2.0)):
-    told = {"memory": {}, "profile": {}, "spans": {}, "waits_ms": [], "observed": {}}
-    losses = {"loss": loss, "losses": {"alone": 9.0, "naive": 8.0}}
-    return {"way": way, "samples_ms": samples, "backend": "gloo", "case": STEP, **losses, **told}
+    parts = {"way": way, "samples_ms": samples, "case": STEP, "loss": loss}
+    parts["losses"] = {"alone": 9.0, "naive": 8.0}
+    return parts | {name: {} for name in ("memory", "profile", "spans", "observed")}
 
 
 def measured(monkeypatch, launch, *phases):
@@ -67,20 +66,19 @@ def test_a_step_that_learns_something_else_has_no_time(monkeypatch, way, loss):
     [("ValueError: odd", RuntimeError), ("torch.OutOfMemoryError: CUDA", torch.OutOfMemoryError)],
 )
 def test_what_all_ranks_finished_before_a_failure_counts(monkeypatch, text, kind):
-    calls = []
+    launches = []
 
     def launch(*arguments, **options):
-        calls.append(options)
+        launches.append(options["timeout_s"])
         early, late = ("alone", seen("alone", 9.0)), ("naive", seen("naive", 8.0))
         message = f"f: rank 1 of 2 failed first (exit status 1)\nTraceback\n{text}\nrank 0 was at:"
         raise RankError(message, 1, [[early, late], [early]])
 
-    results = measured(monkeypatch, launch, "alone", "naive", "fsdp")
-    assert len(calls) == 1 and calls[0]["timeout_s"] < 60
-    assert results["alone"].metrics["loss"] == 9.0
-    for phase in ("naive", "fsdp"):
-        assert type(results[phase]) is kind and text in str(results[phase])
-        assert "rank 1 of 2 failed first" in str(results[phase])
+    done, *failed = measured(monkeypatch, launch, "alone", "naive", "fsdp").values()
+    assert launches == [30] and done.metrics["loss"] == 9.0
+    for error in failed:
+        assert type(error) is kind
+        assert "rank 1 of 2 failed first" in str(error) and text in str(error)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +98,13 @@ def test_gpus_that_cannot_share_a_step_are_told_in_one_line(monkeypatch, machine
     case = Case("steps", {**STEP, "world_size": 2}, ("fsdp copy",), 60.0)
     with pytest.raises(Skip, match=reason):
         next(distributed._run_steps(H200, case, {}))[1]()
+
+
+def test_the_step_of_8b_is_run_only_where_it_is_asked_for():
+    for workload, has_8b, has_steps in ((), False, True), (["8b"], True, False):
+        planned = distributed.cases("full", "cuda", workload=workload)
+        sections = {case.section for case in planned}
+        assert ("8b" in sections, "steps" in sections) == (has_8b, has_steps)
 
 
 @pytest.mark.slow

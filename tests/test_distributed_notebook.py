@@ -30,10 +30,11 @@ STEPS = pd.DataFrame(
 PROFILES = pd.DataFrame([{"status": "ok", "size": "2.7b", "optimizer_kernel_ms": 20.0}])
 LINKS = pd.DataFrame([{**ALL_REDUCE, "world_size": 2, "bus_gbs": 250.0}])
 NOTHING = pd.DataFrame()
+ADDED = report.added(STEPS, PROFILES, LINKS)
 
 
 def test_a_way_stands_beside_the_ranks_alone_of_its_session():
-    rows = report.added(STEPS, PROFILES, LINKS).set_index("phase")
+    rows = ADDED.set_index("phase")
     ways = {"alone", "bucketed 100 MB", "fsdp", report.LESS}
     assert set(rows.index) == ways, "another session has no rank alone"
     names = ["added_ms", "added_fraction", "shows_fraction", "contention_ms"]
@@ -42,14 +43,14 @@ def test_a_way_stands_beside_the_ranks_alone_of_its_session():
 
 def test_sharding_is_compared_with_a_rank_that_updates_as_little():
     sides = {"phase": report.LESS}, {"phase": "fsdp"}
-    fact = compare(report.added(STEPS, PROFILES, LINKS), *sides, **LARGE)
+    fact = compare(ADDED, *sides, **LARGE)
     assert (fact["base"].value, fact["other"].value, fact.verdict) == (90.0, 120.0, "behind")
     unknown = report.added(STEPS, NOTHING, LINKS)
     assert compare(unknown, *sides, **LARGE).missing, "AdamW was not measured"
 
 
 def test_limits_leave_adamw_out_and_take_the_rate_of_an_all_reduce():
-    row = report.added(STEPS, PROFILES, LINKS).iloc[0]
+    row = ADDED.iloc[0]
     flops = accounting.phase_flops(model_config("2.7b"), 4, 512, "forward_backward", causal=True)
     assert row["rate_tflops"] == pytest.approx(flops / 0.080 / 1e12)
     gradients = accounting.ring_seconds("all_reduce", 4, 2, 250e9)  # of a parameter
@@ -59,13 +60,11 @@ def test_limits_leave_adamw_out_and_take_the_rate_of_an_all_reduce():
 
 
 def test_memory_is_predicted_for_the_ways_that_shard():
-    ways = {"sharded optimizer": 1, "fsdp": 3}
     observed = {"num_parameters": 1000}
-    rows = pd.DataFrame([step(way, after_step_bytes=1.0, observed=observed) for way in ways])
-    assert report.held(rows)["predicted_bytes"].tolist() == [
-        sum(accounting.zero_bytes(1000, 2, stage, compute_bytes=0).values())
-        for stage in ways.values()
-    ]
+    for way, stage in {"sharded optimizer": 1, "fsdp copy": 3}.items():
+        rows = pd.DataFrame([step(way, after_step_bytes=1.0, observed=observed)])
+        expected = accounting.zero_bytes(1000, 2, stage, compute_bytes=0)
+        assert report.held(rows)["predicted_bytes"].item() == sum(expected.values())
 
 
 def test_a_step_is_split_into_parts_and_a_remainder_that_add_up():

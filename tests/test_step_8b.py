@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from chapters import CPU
 
 from labkit.configs import model_config
+from labkit.experiments.step import Step
 from labkit.experiments.step_8b import kept, measured
 from labkit.experiments.sweep import Case
-from labkit.models.transformer import TransformerLM, language_model_loss
 from labkit.parallel.launch import launch
 
 CASE = {"size": "nano", "context": 64, "precision": "fp32", "world_size": 2}
@@ -19,28 +20,20 @@ WAYS = ("off the shelf", "and our AdamW, in backward")
 )
 def test_blocks_keep_what_fits_the_last_ones_most(room_gb, num_attention, num_products):
     levels = kept(model_config("8b"), 32_768, 2, room_gb * 1e9)
-    counts = [34 - num_attention - num_products, num_attention, num_products]
-    names = ("input", "attention", "products")
-    assert levels == [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    num_inputs = 34 - num_attention - num_products
+    expected = ["input"] * num_inputs + ["attention"] * num_attention
+    assert levels == expected + ["products"] * num_products
 
 
-def reference(num_steps=10):
+def reference() -> list[float]:
     """Losses of one process that trains on the sequences of both ranks."""
-    config = model_config("nano")
-    torch.manual_seed(0)
-    model = TransformerLM(config, max_context=64, attention="sdpa")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    step = Step(CPU, {**CASE, "batch": 2, "attention": "sdpa"})
+    step.optimizer = torch.optim.AdamW(step.model.parameters(), lr=1e-5)
     ranks = [torch.Generator().manual_seed(rank) for rank in range(2)]
-    draws = [torch.randint(config.vocab_size, (2, 1, 64), generator=rank) for rank in ranks]
-    tokens, targets = torch.cat(draws, 1)
-    losses = []
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        loss = language_model_loss(model(tokens), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    vocab_size = step.model.config.vocab_size
+    draws = [torch.randint(vocab_size, (2, 1, 64), generator=rank) for rank in ranks]
+    step.tokens, step.targets = torch.cat(draws, 1)
+    return [step.train_step().item() for _ in range(10)]
 
 
 @pytest.mark.slow
@@ -49,13 +42,13 @@ def test_every_way_trains_as_one_process_does():
     arguments = (WAYS, CASE, "aot_eager_decomp_partition", 36.8e6)
     rank = dict(launch("labkit.experiments.step_8b:board_rank", 2, *arguments, device="cpu")[0])
     assert rank[WAYS[1]]["levels"] == ["attention", "products"]
-    for way in WAYS:
-        assert rank[way]["losses"] == pytest.approx(reference(), rel=1e-5)
+    expected = pytest.approx(reference(), rel=1e-5)
+    assert all(rank[way]["losses"] == expected for way in WAYS)
 
 
 def test_other_losses_have_no_time():
     seen = {"losses": [9.0, 8.0], "reference": [9.0, 8.01], "samples_ms": [2.0, 4.0]}
-    seen |= {"watts": None, "peak_bytes": None, "levels": ["input"] * 2}
+    seen |= {"watts": None, "peak_bytes": 0, "levels": ["input"] * 2}
     case = Case("8b", CASE, WAYS, 60.0)
     result = measured({}, case, [seen, seen | {"samples_ms": [3.0, 3.0]}])
     assert result.samples["step_ms"] == [3.0, 4.0] and result.metrics["sustained_ms"] == 3.5

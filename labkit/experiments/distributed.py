@@ -3,7 +3,7 @@ several GPUs.
 
 Sections: "ceilings" (of the first GPU), "collectives" (every operation, size and transport),
 "steps" (a training step under every way to share it out: data parallel, with a sharded optimizer,
-fully sharded, and torch's own), "8b" (see `step_8b`).
+fully sharded, and torch's own), "8b" (see `step_8b`; nine minutes, only where asked for).
 
 One launch of the ranks measures all phases of a case. The steps of a case are taken in turn in the
 same processes, so that their ratios are of one machine at one time.
@@ -25,7 +25,7 @@ from labkit.device import Device, gpu_links, num_usable_cores
 from labkit.experiments import step_8b
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.sections import run_section
-from labkit.experiments.shared_step import NUM_WARMUP, WAYS, steps_rank
+from labkit.experiments.shared_step import NUM_WARMUP, WAYS, slowest, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure.timing import Timing
 from labkit.monitor import Monitor
@@ -45,9 +45,6 @@ OPERATIONS_OF = dict.fromkeys(("copy", "low_contention"), ("all_gather", "reduce
 RANKS_OF = {"weak": slice(-1), "strong": slice(None)}
 """Of ways by name, which numbers of ranks they are for; all others are for the most."""
 
-OF_GPUS = ("copy", "blocks")
-"""How the names of ways end that need GPUs."""
-
 LARGEST_DEVIATION = {"fp32": 1e-3, "bf16": 0.05}
 """How far the loss after the warm-up's steps may be from the naive wrapper's, as a share of how far
 that is from the loss of ranks that do not communicate at all. A step beyond it is wrong and has no
@@ -63,20 +60,22 @@ def cases(
     world_sizes: Sequence[int] = (),
     workload: Sequence[str] = (),
 ) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
+    """Returns the cases of `profile`, narrowed to values of its grid where asked; "8b" only where
+    `workload` names it.
+    """
     grid = DISTRIBUTED[profile]
-    workload = workload or grid.workload
-    limit, is_cuda = grid.case_timeout_s, device_kind == "cuda"
+    limit_s = grid.case_timeout_s
+    is_cuda = device_kind == "cuda"
+    planned = ceiling_cases(grid.ceilings, limit_s) if is_cuda else []
+    if "8b" in workload:
+        case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
+        planned.append(Case("8b", case, tuple(step_8b.WAYS), grid.board_timeout_s))
+    if workload and "chapter" not in workload:
+        return planned
     wanted = world_sizes or grid.world_sizes
     # Ranks that share a core mostly wait for one another.
     num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
     here = sorted(n for n in wanted if n <= num_places) or wanted[:1]
-    planned = ceiling_cases(grid.ceilings, limit) if is_cuda else []
-    if "8b" in workload:
-        case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
-        planned.append(Case("8b", case, tuple(step_8b.WAYS), grid.board_timeout_s))
-    if "chapter" not in workload:
-        return planned
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
         phases = tuple(
             f"{operation} {dtype} {num_bytes}"
@@ -87,11 +86,17 @@ def cases(
         )
         parameters = {"world_size": world_size, "transport": transport}
         # A transport that fails here would fail for every phase, each in a launch of its own.
-        planned.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
-    for size, (precision, compile, batch, ways) in itertools.product(
+        planned.append(Case("collectives", parameters, phases, limit_s, stop_at_failure=True))
+    for size, (precision, compile, batch, name) in itertools.product(
         sizes or grid.sizes, grid.steps
     ):
-        for world_size in here[RANKS_OF.get(ways, slice(-1, None))]:
+        # Without GPUs there are no copy engines, and no thread blocks.
+        phases = tuple(
+            way
+            for way in WAYS
+            if way in grid.ways[name] and (is_cuda or not way.endswith(("copy", "blocks")))
+        )
+        for world_size in here[RANKS_OF.get(name, slice(-1, None))]:
             parameters = {
                 "size": size,
                 "context": grid.context,
@@ -101,10 +106,7 @@ def cases(
                 "batch": batch if batch > 0 else max(1, -batch // world_size),
                 "world_size": world_size,
             }
-            phases = tuple(way for way in WAYS if way in grid.ways[ways])
-            # Without GPUs there are no copy engines, and no thread blocks.
-            phases = tuple(way for way in phases if is_cuda or not way.endswith(OF_GPUS))
-            planned.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
+            planned.append(Case("steps", parameters, phases, limit_s, grid.time_limit_s))
     return planned
 
 
@@ -112,21 +114,21 @@ Seen = list[dict[str, Any]]
 """What each rank saw of a phase."""
 
 
-def check_gpus(world_size: int) -> None:
-    """Raises Skip where there is no GPU of one kind for each rank, or no NCCL."""
+def check_gpus(world_size: int) -> str:
+    """Returns which GPU does not reach another's memory, as copies must, "" where all do.
+
+    Raises Skip where there is no GPU of one kind for each rank, or no NCCL.
+    """
     num_gpus = torch.cuda.device_count()
     if world_size > num_gpus:
         raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
     if not dist.is_nccl_available():
         raise Skip("this torch is built without NCCL; accepted on GPUs: one with it")
-    kinds = {torch.cuda.get_device_name(number) for number in range(world_size)}
-    if len(kinds) > 1:
-        names = " and ".join(sorted(kinds))
-        raise Skip(f"ranks on {names}; accepted: GPUs of one kind, see CUDA_VISIBLE_DEVICES")
-
-
-def missing_link(world_size: int) -> str:
-    """Returns which GPU does not reach another's memory, "" where all do."""
+    names = sorted({torch.cuda.get_device_name(number) for number in range(world_size)})
+    if len(names) > 1:
+        raise Skip(
+            f"ranks on {' and '.join(names)}; accepted: GPUs of one kind, see CUDA_VISIBLE_DEVICES"
+        )
     for gpu, other in itertools.permutations(range(world_size), 2):
         if not torch.cuda.can_device_access_peer(gpu, other):
             return f"GPU {gpu} cannot access the memory of GPU {other}, as copies must"
@@ -145,20 +147,19 @@ def run_ranks(
         function: generator of (phase, what this rank saw).
         make: gives the measurement of a phase, without telemetry.
     """
-    world_size, is_gloo = case.parameters["world_size"], case.parameters.get("transport") == "gloo"
-    unlinked = ""
-    if device.kind == "cuda" and not is_gloo:
-        check_gpus(world_size)
-        unlinked = missing_link(world_size)
-    is_copied = case.parameters.get("transport") in OPERATIONS_OF
-    phases = [
-        name for name in case.phases if not (unlinked and (is_copied or name.endswith("copy")))
-    ]
+    world_size = case.parameters["world_size"]
+    transport = case.parameters.get("transport")
+    kind = "cpu" if transport == "gloo" else device.kind
+    unlinked = check_gpus(world_size) if kind == "cuda" else ""
+    phases = case.phases
+    if unlinked:
+        is_copied = transport in OPERATIONS_OF
+        phases = [name for name in phases if not (is_copied or name.endswith("copy"))]
 
     @functools.cache
     def launched() -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
         """Returns what each rank saw by phase, the failure if one failed, and the telemetry."""
-        options = {"device": "cpu" if is_gloo else device.kind, "timeout_s": case.timeout_s - 30}
+        options = {"device": kind, "timeout_s": case.timeout_s - 30}
         failure = ""
         with Monitor(device.kind) as monitor:
             try:
@@ -173,7 +174,7 @@ def run_ranks(
         ranks, failure, telemetry = launched()
         if all(phase in rank for rank in ranks):
             measured = make(case, [rank[phase] for rank in ranks])
-            if device.kind == "cuda" and not is_gloo:
+            if kind == "cuda":
                 nccl = ".".join(map(str, torch.cuda.nccl.version()))
                 measured.observed.update(nccl=nccl, topology=gpu_links())
             return replace(measured, telemetry=telemetry)
@@ -191,33 +192,30 @@ def run_ranks(
 def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measures "operation dtype bytes" after another on this rank."""
     torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
+    how = "default" if transport in DEFAULTS else transport
     for phase in phases:
         operation, dtype, num_bytes = phase.split()
-        how = "default" if transport in DEFAULTS else transport
-        yield (
-            phase,
-            time_collective(operation, int(num_bytes), getattr(torch, dtype), transport=how),
-        )
+        found = time_collective(operation, int(num_bytes), getattr(torch, dtype), transport=how)
+        yield phase, found
 
 
 def _collective(case: Case, ranks: Seen) -> Measured:
-    seen, transport = ranks[0], case.parameters["transport"]
+    seen = ranks[0]
     if seen["num_wrong"]:
         raise ValueError(f"{seen['num_wrong']} wrong elements")
+    on_gpus = case.parameters["transport"] != "gloo"
     samples_ms = tuple(1e3 * seconds for seconds in seen["times_s"])
-    on_gpus = transport != "gloo"
     timing = Timing(samples_ms, "queued" if on_gpus else "host", 2, "fixed count")
     metrics = timing.metrics()
     metrics |= {name: seen[name] for name in ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")}
     if on_gpus:
         metrics["launch_median_ms"] = 1e3 * seen["issue_s"]
-    parameters = {"world_size": seen["world_size"], "transport": transport}
+    parameters = case.parameters | {"world_size": seen["world_size"]}
     return Measured(metrics, parameters, timer=timing.description())
 
 
 def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    transport = case.parameters["transport"]
-    return run_ranks(collectives_rank, _collective, device, case, transport)
+    return run_ranks(collectives_rank, _collective, device, case, case.parameters["transport"])
 
 
 # --- steps ---
@@ -235,17 +233,15 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
         raise ValueError(
             f"loss {first['loss']}, {expected} expected, {alone} without communication"
         )
-    # The ranks wait for one another, so a step lasts as long as on the slowest.
-    slowest = tuple(map(max, zip(*(rank["samples_ms"] for rank in ranks), strict=True)))
-    timing = Timing(slowest, "window", NUM_WARMUP + 1, "time limit")
+    timing = slowest(ranks, NUM_WARMUP + 1, "time limit")
     metrics = {**timing.metrics(), "loss": first["loss"], "loss_deviation": deviation}
-    metrics |= {name: max(rank["memory"][name] for rank in ranks) for name in first["memory"]}
-    if first["profile"]:
-        profiles = [rank["profile"] for rank in ranks]
-        for part in first["profile"]:
-            # One rank's wait is another's work, so only means add up to a step.
-            metrics[f"{part}_us"] = statistics.mean(parts[part] for parts in profiles)
-    samples = {"step_ms": list(slowest)}
+    for name, size in first["memory"].items():
+        if size is not None:
+            metrics[name] = max(rank["memory"][name] for rank in ranks)
+    for part in first["profile"]:
+        # One rank's wait is another's work, so only means add up to a step.
+        metrics[f"{part}_us"] = statistics.mean(rank["profile"][part] for rank in ranks)
+    samples = {"step_ms": list(timing.samples_ms)}
     starts = [times[0] for rank in ranks for times in rank["spans"].values() if times]
     for number, rank in enumerate(ranks):
         for name, times in rank["spans"].items():

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import numerics
+from labkit.configs import ModelConfig
 from labkit.device import Device, num_usable_cores
 from labkit.experiments.split import STEP, split, steps_of, transport
 from labkit.experiments.step import Step
 from labkit.measure.profiling import capture_with_kineto
-from labkit.measure.timing import captured_once, collector_paused, synchronize
+from labkit.measure.timing import Timing, captured_once, collector_paused, synchronize
 from labkit.models.transformer import Block, language_model_loss
 from labkit.parallel import data_parallel
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
@@ -58,12 +59,6 @@ def _fully_shard(
     return model
 
 
-def _whole_optimizer(
-    parameters: Sequence[nn.Parameter], optimizer: Callable, **options: Any
-) -> torch.optim.Optimizer:
-    return optimizer(parameters, **options)
-
-
 def _zero_redundancy(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -76,12 +71,13 @@ class Way:
 
     Attributes:
         wrap: makes of a model the one that is trained.
-        optimizer: of (parameters, torch.optim.AdamW, **its options).
+        optimizer: of (parameters, torch.optim.AdamW, **its options); None where each rank has all
+            of AdamW's state.
         is_cast_by_wrapper: the wrapper casts to 16 bits, not autocast.
     """
 
     wrap: Callable[..., nn.Module]
-    optimizer: Callable[..., torch.optim.Optimizer] = _whole_optimizer
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
     is_cast_by_wrapper: bool = False
 
 
@@ -124,17 +120,17 @@ class SharedStep(Step):
         super().__init__(device, {**case, "attention": "sdpa"})
         self.way = way
         self.config = self.model.config
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        shape = (2, *self.tokens.shape)
-        tokens = torch.randint(self.config.vocab_size, shape, generator=generator)
-        self.tokens, self.targets = tokens.to(rank_device())
+        self.tokens, self.targets = own_tokens(self.config, *self.tokens.shape)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         options: dict[str, Any] = {"broadcast_buffers": False}
         if way.is_cast_by_wrapper:
             options["compute_dtype"] = self.recipe.autocast
         self.model = way.wrap(self.model, **options)
         parameters = list(self.model.parameters())
-        self.optimizer = way.optimizer(parameters, torch.optim.AdamW, **ADAMW)
+        if way.optimizer:
+            self.optimizer = way.optimizer(parameters, torch.optim.AdamW, **ADAMW)
+        else:
+            self.optimizer = torch.optim.AdamW(parameters, **ADAMW)
         for group in self.optimizer.param_groups:
             group["capturable"] = self.compile == "graph"
         self.memory = {"init_bytes": _allocated()}
@@ -169,7 +165,7 @@ class SharedStep(Step):
         # ZeroRedundancyOptimizer keeps its own inside.
         state = getattr(self.optimizer, "optim", self.optimizer).state
         parameters = list(self.model.parameters())
-        memory = self.memory | {
+        self.memory |= {
             "symmetric_bytes": getattr(self.model, "symmetric_bytes", None),
             "after_step_bytes": _allocated(),
             "peak_bytes": torch.cuda.max_memory_allocated() or None,
@@ -177,7 +173,6 @@ class SharedStep(Step):
             "gradient_bytes": _local_bytes([parameter.grad for parameter in parameters]),
             "state_bytes": sum(_local_bytes(values.values()) for values in state.values()),
         }
-        self.memory = {name: value for name, value in memory.items() if value is not None}
         if self.compile == "graph":
             self.optimizer.zero_grad()
             # The graph holds a step's collectives too, and NCCL's own threads may ask for events
@@ -189,23 +184,9 @@ class SharedStep(Step):
         dist.all_reduce(loss)
         return loss.item() / dist.get_world_size()
 
-    def time(self, num_steps: int) -> list[float]:
-        """Returns milliseconds of each of `num_steps` steps, one right after the other."""
-        dist.barrier()
-        synchronize(self.device.kind)
-        with collector_paused():
-            moments = [moment()]
-            for _ in range(num_steps):
-                self.train_once()
-                moments.append(moment())
-            synchronize(self.device.kind)
-        if self.device.kind != "cuda":
-            return [1e3 * (end - begin) for begin, end in pairwise(moments)]
-        return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
-
     def profile(self) -> pd.DataFrame:
         """Returns `split.steps_of` a trace of NUM_PROFILED steps, one before and one after them."""
-        host = _host_group()
+        host = dist.new_group(backend="gloo")  # ranks meet in it without a kernel
 
         def steps() -> None:
             # Profilers take their time to start; a rank that waits for another would seem to
@@ -237,10 +218,33 @@ class SharedStep(Step):
         super().close()
 
 
-@cache
-def _host_group() -> dist.ProcessGroup:
-    """Returns the group of all ranks in which they meet without a kernel."""
-    return dist.new_group(backend="gloo")
+def own_tokens(config: ModelConfig, batch: int, context: int) -> torch.Tensor:
+    """Returns tokens and targets of this rank's own, (2, batch, context) int64."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (2, batch, context)
+    return torch.randint(config.vocab_size, shape, generator=generator).to(rank_device())
+
+
+def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:
+    """Returns milliseconds of each of `num_steps` steps, one right after the other."""
+    kind = rank_device().type
+    dist.barrier()
+    synchronize(kind)
+    with collector_paused():
+        moments = [moment()]
+        for _ in range(num_steps):
+            step()
+            moments.append(moment())
+        synchronize(kind)
+    if kind != "cuda":
+        return [1e3 * (end - begin) for begin, end in pairwise(moments)]
+    return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
+
+
+def slowest(ranks: Sequence[dict[str, Any]], num_warmup: int, stop_reason: str) -> Timing:
+    """Returns the times of the slowest rank in each step: the others wait for it."""
+    samples_ms = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
+    return Timing(tuple(map(max, samples_ms)), "window", num_warmup, stop_reason)
 
 
 def _allocated() -> int | None:
@@ -252,25 +256,18 @@ def _local_bytes(values: Sequence) -> int:
     return sum(getattr(x, "_local_tensor", x).nbytes for x in values if torch.is_tensor(x))
 
 
-def merged(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
+def spans_of(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
     """Returns begins and ends (ms) of the intervals in which a kernel ran, without gaps below
     SHORTEST_GAP_NS.
     """
     rows = table.sort_values("start_ns")
-    begins = rows["start_ns"]
-    ends = rows["end_ns"].cummax()
-    is_first = ~(begins - ends.shift() < SHORTEST_GAP_NS)  # of its interval
-    is_last = is_first.shift(-1, fill_value=True)
+    rows["end_ns"] = rows["end_ns"].cummax()
+    is_first = ~(rows["start_ns"] - rows["end_ns"].shift() < SHORTEST_GAP_NS)  # of its interval
+    intervals = rows.groupby(is_first.cumsum())
     return {
-        f"{name}_begin_ms": (begins[is_first] / 1e6).tolist(),
-        f"{name}_end_ms": (ends[is_last] / 1e6).tolist(),
+        f"{name}_begin_ms": (intervals["start_ns"].first() / 1e6).tolist(),
+        f"{name}_end_ms": (intervals["end_ns"].last() / 1e6).tolist(),
     }
-
-
-def timeline(table: pd.DataFrame, sent: pd.DataFrame) -> dict[str, list[float]]:
-    """Returns the intervals in which a rank computed and communicated in the profiled steps."""
-    computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
-    return merged("computing", computing) | merged("communicating", sent)
 
 
 def steps_rank(
@@ -297,24 +294,26 @@ def steps_rank(
     for number in range(NUM_ROUNDS):
         for way in phases:
             step = SharedStep(WAYS[way], parameters)
-            seen[way]["loss"] = step.warm_up()
-            losses.setdefault(way, seen[way]["loss"])
-            step_ms = torch.tensor(max(step.time(1)), device=rank_device())
-            dist.all_reduce(step_ms, dist.ReduceOp.MAX)
-            num_steps = min(max(int(1e3 * time_limit_s / step_ms.item()), 2), 10)
-            seen[way]["samples_ms"] += step.time(num_steps)
-            seen[way]["memory"] = step.memory
-            seen[way]["backend"] = dist.get_backend()
-            seen[way]["case"] = step.described()
+            mine = seen[way]
+            mine["loss"] = step.warm_up()
+            losses.setdefault(way, mine["loss"])
+            once_ms = torch.tensor(time_steps(step.train_once, 1), device=rank_device())
+            dist.all_reduce(once_ms, dist.ReduceOp.MAX)
+            num_steps = min(max(int(1e3 * time_limit_s / once_ms.item()), 2), 10)
+            mine["samples_ms"] += time_steps(step.train_once, num_steps)
             if number == 0:
-                seen[way]["observed"] = {"num_parameters": step.num_parameters}
+                mine["memory"] = step.memory
+                mine["case"] = step.described()
+                mine["observed"] = {"num_parameters": step.num_parameters}
             if number == 0 and "alone" in phases:  # which comes first
                 table = step.profile()
                 if way == "alone":
                     alone = table
-                seen[way]["profile"], sent = split(table, alone)
-                seen[way]["observed"] |= transport(sent)
+                mine["profile"], sent = split(table, alone)
+                mine["observed"] |= transport(sent)
                 if way in TIMELINES:
-                    seen[way]["spans"] = timeline(table, sent)
+                    computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
+                    mine["spans"] = spans_of("computing", computing)
+                    mine["spans"] |= spans_of("communicating", sent)
             step.close()
-            yield way, seen[way]
+            yield way, mine

@@ -68,7 +68,10 @@ def split(table: pd.DataFrame, alone: pd.DataFrame) -> tuple[dict[str, float], p
     )
     side = pairs["side"]
     both = pairs[side == "both"]
-    is_beside = _overlaps(both, sent)
+    # Of each pair and each message, whether they ran at the same time.
+    begins = sent["start_ns"].to_numpy() < both[["end_ns"]].to_numpy()
+    ends = sent["end_ns"].to_numpy() > both[["start_ns"]].to_numpy()
+    is_beside = (begins & ends).any(axis=1)
     slower = both["duration_ns"] - both["duration_ns_alone"]
     extra = pairs["duration_ns"].where(side == "left_only", 0)
     missing = pairs["duration_ns_alone"].where(side == "right_only", 0)
@@ -102,15 +105,6 @@ def _sorted(table: pd.DataFrame, alone: pd.DataFrame) -> tuple[pd.DataFrame, pd.
     inside = table["start_ns"].between(begin, end, inclusive="left")
     cut = table.assign(end_ns=table["end_ns"].clip(upper=end))
     return cut[inside & ~is_sent], cut[inside & is_sent], int(end - begin)
-
-
-def _overlaps(rows: pd.DataFrame, sent: pd.DataFrame) -> pd.Series:
-    """Returns for each row whether something of `sent` ran meanwhile."""
-    begins = sent["start_ns"].sort_values().to_numpy()
-    ends = sent["end_ns"].sort_values().to_numpy()
-    num_begun = np.searchsorted(begins, rows["end_ns"])
-    num_ended = np.searchsorted(ends, rows["start_ns"], side="right")
-    return pd.Series(num_begun > num_ended, rows.index)
 
 
 def transport(sent: pd.DataFrame) -> dict:

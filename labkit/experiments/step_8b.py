@@ -41,13 +41,13 @@ from labkit import accounting
 from labkit.configs import ModelConfig, model_config
 from labkit.device import Device
 from labkit.experiments.sections import empty_cache, memory_bytes
+from labkit.experiments.shared_step import own_tokens, slowest, time_steps
 from labkit.experiments.sweep import Case, Measured
 from labkit.kernels.adamw import FusedAdamW
 from labkit.kernels.cross_entropy import linear_cross_entropy
-from labkit.measure.timing import Timing, collector_paused, synchronize
-from labkit.models.transformer import RotaryEmbedding, TransformerLM
+from labkit.models.transformer import Block, RotaryEmbedding, TransformerLM
 from labkit.monitor import Monitor
-from labkit.parallel.launch import moment, rank_device
+from labkit.parallel.launch import rank_device
 
 NUM_STEPS = 10
 NUM_TIMED = 5
@@ -81,7 +81,7 @@ CONTEXTS = {
     }.items()
 }
 """By what a block keeps for backward besides its input: nothing, the output of attention, those of
-all products. The rest is computed again.
+all products. The rest is computed again. In this order they take more memory.
 """
 
 
@@ -123,28 +123,26 @@ def kept(config: ModelConfig, context: int, world_size: int, room: float) -> lis
     state = 12 * accounting.num_parameters(config) / world_size
     # Of the block at work all results and their gradients, two gathered blocks, gradients in bf16
     # and on their way in fp32; the loss has the head's weight and gradient in the same dtypes.
-    weights = accounting.block_gradient_bytes(config) / 4
-    work = 15 * stream + 5 * hidden + 12 * weights
+    work = 15 * stream + 5 * hidden + 3 * accounting.block_gradient_bytes(config)
     loss = 2 * stream + 14 * config.vocab_size * config.d_model
     room -= state + max(work, loss) + config.num_layers * stream
-    attention = stream + 4 * context * config.num_heads
-    num_attention = min(max(int(room / attention), 0), config.num_layers)
-    room -= num_attention * attention
-    num_products = min(max(int(room / (4 * stream + 2 * hidden)), 0), num_attention)
-    return (
-        ["input"] * (config.num_layers - num_attention)
-        + ["attention"] * (num_attention - num_products)
-        + ["products"] * num_products
-    )
+    sizes = {"attention": stream + 4 * context * config.num_heads}
+    sizes["products"] = 4 * stream + 2 * hidden
+    levels = ["input"] * config.num_layers
+    for less, more in pairwise(CONTEXTS):
+        number = min(max(int(room / sizes[more]), 0), levels.count(less))
+        room -= number * sizes[more]
+        levels[len(levels) - number :] = [more] * number
+    return levels
 
 
-def _stream(block: nn.Module, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
-    out = block(x_BTC, rotary)
+def _stream(block: Block, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
+    out = Block.forward(block, x_BTC, rotary)
     # A fused block leaves its last addition to the next norm; two tensors to keep are too many.
     return out[0] + out[1] if isinstance(out, tuple) else out
 
 
-def _run_block(block: nn.Module, x_BTC: Tensor, rotary: RotaryEmbedding, kept: str) -> Tensor:
+def _run_block(block: Block, x_BTC: Tensor, rotary: RotaryEmbedding, *, kept: str) -> Tensor:
     """Returns a block's output. Compiled around the checkpoint, backward leaves out what it does
     not read, the block's last product say.
     """
@@ -161,19 +159,6 @@ def _run_block(block: nn.Module, x_BTC: Tensor, rotary: RotaryEmbedding, kept: s
 
 def _chunk_loss(norm: nn.Module, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
     return F.cross_entropy((norm(x_NC) @ weight_VC.T).float(), targets_N, reduction="sum")
-
-
-class _Recomputed(nn.Module):
-    """A block that is sharded, gathered and compiled by itself; all share their compiled code."""
-
-    def __init__(self, block: nn.Module, kept: str, run: Callable[..., Tensor]):
-        super().__init__()
-        self.block = block
-        self.kept = kept
-        self.run = run
-
-    def forward(self, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        return self.run(self.block, x_BTC, rotary, self.kept)
 
 
 class _Loss(nn.Module):
@@ -231,6 +216,8 @@ class Board(nn.Module):
     """
 
     def __init__(self, way: Way, parameters: dict[str, Any], room: float, backend: str):
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds
+
         super().__init__()
         config = model_config(parameters["size"])
         context = parameters["context"]
@@ -250,31 +237,27 @@ class Board(nn.Module):
         compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
         run = compiled(_run_block, fullgraph=True)
         self.embedding = model.embedding
-        self.blocks = nn.ModuleList(
-            _Recomputed(block, level, run)
-            for block, level in zip(model.blocks, self.levels, strict=True)
-        )
-        self.loss = _Loss(model, compiled(_chunk_loss))
+        self.blocks = model.blocks
         self.rotary = model.rotary
-        self._shard(torch.bfloat16 if parameters["precision"] == "bf16" else None)
+        self.loss = _Loss(model, compiled(_chunk_loss))
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if parameters["precision"] == "bf16" else None,
+            reduce_dtype=torch.float32,
+        )
+        # Backward begins with the loss: freed, it would be gathered again at once.
+        fully_shard(self.loss, mp_policy=policy, reshard_after_forward=False)
+        for module in (self.embedding, *self.blocks, self):
+            fully_shard(module, mp_policy=policy)
+        for block, level in zip(self.blocks, self.levels, strict=True):
+            # What is compiled lies within the hooks that gather; all blocks share it.
+            block.forward = functools.partial(run, block, kept=level)
         self.optimizer = None
         if way.is_our_adamw:
             update_in_backward(self.parameters())
         else:
             self.optimizer = torch.optim.AdamW(self.parameters(), fused=True, **ADAMW)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        tokens = torch.randint(config.vocab_size, (2, 1, context), generator=generator)
-        self.tokens, self.targets = tokens.to(rank_device())
-
-    def _shard(self, compute_dtype: torch.dtype | None) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds
-
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        for module in (self.embedding, *self.blocks):
-            fully_shard(module, mp_policy=policy)
-        # Backward begins with it: freed, it would be gathered again at once.
-        fully_shard(self.loss, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(self, mp_policy=policy)
+        self.tokens, self.targets = own_tokens(config, 1, context)
+        self.losses: list[Tensor] = []
 
     def forward(self) -> Tensor:
         x_BTC = self.embedding(self.tokens)
@@ -282,42 +265,15 @@ class Board(nn.Module):
             x_BTC = block(x_BTC, self.rotary)
         return self.loss(x_BTC, self.targets)
 
-    def step(self) -> Tensor:
-        """Trains one step and returns its loss on this rank."""
+    def step(self) -> None:
+        """Trains one step and notes its loss on this rank."""
         if self.optimizer:
             self.optimizer.zero_grad()
         loss = self()
         loss.backward()
         if self.optimizer:
             self.optimizer.step()
-        return loss.detach()
-
-
-def _trained(board: Board) -> dict[str, Any]:
-    """Runs NUM_STEPS steps and returns what this rank saw of them."""
-    kind = rank_device().type
-    if kind == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    losses = [board.step() for _ in range(NUM_STEPS - NUM_TIMED)]
-    dist.barrier()
-    synchronize(kind)
-    with Monitor(kind) as monitor, collector_paused():
-        moments = [moment()]
-        for _ in range(NUM_TIMED):
-            losses.append(board.step())
-            moments.append(moment())
-        synchronize(kind)
-    watts = [one.power_mw / 1e3 for one in monitor.readings if one.power_mw]
-    times = [a.elapsed_time(b) if kind == "cuda" else 1e3 * (b - a) for a, b in pairwise(moments)]
-    mean = torch.stack(losses)
-    dist.all_reduce(mean)
-    return {
-        "losses": (mean / dist.get_world_size()).tolist(),
-        "samples_ms": times,
-        "watts": statistics.fmean(watts) if watts else None,
-        "peak_bytes": torch.cuda.max_memory_allocated() or None if kind == "cuda" else None,
-        "levels": board.levels,
-    }
+        self.losses.append(loss.detach())
 
 
 def board_rank(
@@ -326,7 +282,9 @@ def board_rank(
     backend: str = "inductor",
     room: float | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Trains with each of WAYS from the same start and yields (way, what this rank saw)."""
+    """Trains NUM_STEPS steps with each of WAYS from the same start and yields (way, what this rank
+    saw).
+    """
     device = Device(rank_device().type, "", "")
     if device.kind == "cuda":
         # Blocks of many sizes come and go; cut from fixed segments they would not fit.
@@ -335,12 +293,29 @@ def board_rank(
     reference = None
     for way in phases:
         board = Board(WAYS[way], parameters, room, backend)
-        seen = _trained(board)
+        if device.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(NUM_STEPS - NUM_TIMED):
+            board.step()
+        with Monitor(device.kind) as monitor:
+            samples_ms = time_steps(board.step, NUM_TIMED)
+        watts = [one.power_mw / 1e3 for one in monitor.readings if one.power_mw]
+        mean = torch.stack(board.losses)
+        dist.all_reduce(mean)
+        losses = (mean / dist.get_world_size()).tolist()
+        if way == next(iter(WAYS)):
+            reference = losses
+        seen = {
+            "losses": losses,
+            "reference": reference,
+            "samples_ms": samples_ms,
+            "watts": statistics.fmean(watts) if watts else None,
+            "peak_bytes": torch.cuda.max_memory_allocated(),  # 0 without a GPU
+            "levels": board.levels,
+        }
         del board
         empty_cache(device)
-        if way == next(iter(WAYS)):
-            reference = seen["losses"]
-        yield way, seen | {"reference": reference}
+        yield way, seen
 
 
 def measured(ceilings: dict[str, float], case: Case, ranks: list[dict[str, Any]]) -> Measured:
@@ -350,32 +325,31 @@ def measured(ceilings: dict[str, float], case: Case, ranks: list[dict[str, Any]]
     Raises ValueError for losses that are not those of the first row of the launch.
     """
     parameters = case.parameters
-    config = model_config(parameters["size"])
     first = ranks[0]
     losses = first["losses"]
     pairs = zip(losses, first["reference"] or losses, strict=True)
     deviation = max(abs(loss / expected - 1) for loss, expected in pairs)
     if not deviation <= LARGEST_DEVIATION:
         raise ValueError(f"losses {losses}, {first['reference']} expected")
-    slowest = tuple(map(max, zip(*(rank["samples_ms"] for rank in ranks), strict=True)))
-    timing = Timing(slowest, "window", NUM_STEPS - NUM_TIMED, "fixed count")
-    seconds = sum(slowest) / len(slowest) / 1e3
+    timing = slowest(ranks, NUM_STEPS - NUM_TIMED, "fixed count")
+    metrics = timing.metrics()
+    seconds = metrics["mean_ms"] / 1e3
+    config = model_config(parameters["size"])
     flops = accounting.phase_flops(config, 1, parameters["context"], "train_step", causal=True)
-    metrics = {
-        **timing.metrics(),
-        "sustained_ms": 1e3 * seconds,
+    ceiling = ceilings.get(f"sustained gemm {parameters['precision']}")
+    rate = flops / seconds / 1e12
+    metrics |= {
+        "sustained_ms": metrics["mean_ms"],
         "flops_causal": flops,
-        "sustained_tflops": flops / seconds / 1e12,
+        "sustained_tflops": rate,
+        "sustained_ceiling": ceiling,
+        "sustained_ceiling_fraction": rate / ceiling if ceiling else None,
         "tokens_per_s": len(ranks) * parameters["context"] / seconds,
         "loss": losses[-1],
         "loss_deviation": deviation,
         "watts": first["watts"],
+        "peak_bytes": max(rank["peak_bytes"] for rank in ranks) or None,
     }
-    if first["peak_bytes"]:
-        metrics["peak_bytes"] = max(rank["peak_bytes"] for rank in ranks)
-    if ceiling := ceilings.get(f"sustained gemm {parameters['precision']}"):
-        metrics["sustained_ceiling"] = ceiling
-        metrics["sustained_ceiling_fraction"] = metrics["sustained_tflops"] / ceiling
     observed = {f"num_{level}": first["levels"].count(level) for level in CONTEXTS}
-    samples = {"step_ms": list(slowest), "loss": losses}
+    samples = {"step_ms": list(timing.samples_ms), "loss": losses}
     return Measured(metrics, dict(parameters), observed, samples, timing.description())

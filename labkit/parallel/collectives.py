@@ -30,6 +30,9 @@ from labkit.parallel.launch import moment, rank_device
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+COPIES = ("copy", "low_contention")
+"""Transports by copy engines, which gather and reduce-scatter alone."""
+
 NUM_WARMUP = 2
 NUM_SAMPLES = 20
 NUM_CALLS = 5
@@ -104,18 +107,18 @@ class PeerMemory:
         self.world_size = dist.get_world_size()
         size = -(-num_elements // self.world_size) * self.world_size
         self.buffer, self.memory = _symmetric(size, dtype)
-        peers = range(self.world_size)
-        self.buffers = [self.memory.get_buffer(peer, (size,), dtype) for peer in peers]
+        ranks = range(self.world_size)
+        self.buffers = [self.memory.get_buffer(rank, (size,), dtype) for rank in ranks]
         self.buffers[self.rank] = self.buffer
         self.shards = [buffer.chunk(self.world_size) for buffer in self.buffers]
+        # Each rank reads from, or writes to, another peer at a time.
+        self.peers = [(self.rank + step) % self.world_size for step in ranks[1:]]
 
     def all_gather(self, output: Tensor) -> None:
         """Copies the shards of all ranks, each at its place in its rank's buffer, to `output`."""
         pieces = output.tensor_split(self.world_size)
         self.memory.barrier()
-        for step in range(self.world_size):
-            # Each rank reads from another peer at a time.
-            peer = (self.rank + step) % self.world_size
+        for peer in (self.rank, *self.peers):
             pieces[peer].copy_(self.shards[peer][peer][: len(pieces[peer])])
         self.memory.barrier()
 
@@ -132,15 +135,13 @@ class PeerMemory:
             return self.shards[holder][sender][: sum(sizes)].split(sizes)
 
         self.memory.barrier()
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
+        for peer in self.peers:
             for target, piece in zip(staged(peer, self.rank), pieces, strict=True):
                 target.copy_(piece[peer])
         self.memory.barrier()
         for shard, piece in zip(shards, pieces, strict=True):
             shard.copy_(piece[self.rank])
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
+        for peer in self.peers:
             torch._foreach_add_(shards, staged(self.rank, peer))
 
     def average_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -192,7 +193,7 @@ def time_collective(
         dtype: of the elements; transport: see the module's text.
 
     Returns:
-        dict of operation, dtype, world_size, num_bytes; times_s (one a sample), seconds and issue_s
+        dict of world_size, num_bytes; times_s (one a sample), seconds and issue_s
         (medians of these, and until the host had issued a call), algorithm_gbs, bus_gbs; num_wrong,
         the elements over all ranks that are not exactly what they must be.
 
@@ -220,8 +221,6 @@ def time_collective(
     seconds = statistics.median(times)
     algorithm_gbs = num_bytes / seconds / 1e9
     return {
-        "operation": operation,
-        "dtype": str(dtype).removeprefix("torch."),
         "world_size": world_size,
         "num_bytes": num_bytes,
         "times_s": times,
@@ -263,9 +262,8 @@ def _prepared(
     """
     rank = dist.get_rank()
     num_ranks = dist.get_world_size()
-    group = group_of(transport)
-    is_copied = transport in ("copy", "low_contention")
-    if is_copied and operation not in ("all_gather", "reduce_scatter"):
+    group = group_of(transport, "default", *COPIES)
+    if transport in COPIES and operation not in ("all_gather", "reduce_scatter"):
         raise ValueError(f"{operation} by {transport}; accepted: all_gather, reduce_scatter")
 
     def empty(num_elements: int) -> Tensor:
@@ -276,13 +274,13 @@ def _prepared(
     num_inputs = shard if operation == "all_gather" else num_ranks * shard
     # At most 10, so that even bf16 holds the sum over 25 ranks.
     numbers = torch.arange(num_inputs, device=rank_device()) % 8
-    everyone = [(numbers + peer % 4).to(dtype) for peer in range(num_ranks)]
+    everyone = torch.stack([(numbers + peer % 4).to(dtype) for peer in range(num_ranks)])
     expected = {
-        "all_reduce": lambda: sum(everyone),
+        "all_reduce": lambda: everyone.sum(0),
         "broadcast": lambda: everyone[0],
-        "all_gather": lambda: torch.cat(everyone),
-        "reduce_scatter": lambda: sum(everyone).chunk(num_ranks)[rank],
-        "all_to_all": lambda: torch.cat([values.chunk(num_ranks)[rank] for values in everyone]),
+        "all_gather": everyone.flatten,
+        "reduce_scatter": lambda: everyone.sum(0).chunk(num_ranks)[rank],
+        "all_to_all": lambda: everyone.view(num_ranks, num_ranks, shard)[:, rank].flatten(),
     }[operation]()
     own = empty(num_inputs)
     own.copy_(everyone[rank])
@@ -312,21 +310,25 @@ def _prepared(
 
 
 @functools.cache
-def group_of(transport: str) -> dist.ProcessGroup | None:
-    """Returns the process group of a transport, None for the default one; ValueError for another.
-    Collective.
+def group_of(transport: str, default: str, *copies: str) -> dist.ProcessGroup | None:
+    """Returns the process group of a transport: `default`, with NCCL also "ctas_N" and `copies`;
+    None for the default one. Collective.
+
+    Raises ValueError for another transport.
     """
     backend = dist.get_backend()
-    num_ctas = re.fullmatch(r"ctas_([1-9][0-9]*)", transport)
-    is_known = num_ctas or transport in ("copy", "low_contention")
-    if transport != "default" and not (is_known and backend == "nccl"):
-        accepted = "default"
-        if backend == "nccl":
-            accepted = "default, ctas_N (N above 0), copy, low_contention"
-        raise ValueError(f"transport {transport!r} with {backend}; accepted here: {accepted}")
-    if not num_ctas:
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = 1
-    options.config.max_ctas = int(num_ctas[1])
-    return dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())
+    accepted = [default]
+    num_ctas = None
+    if backend == "nccl":
+        accepted += ["ctas_N (N above 0)", *copies]
+        num_ctas = re.fullmatch(r"ctas_([1-9][0-9]*)", transport)
+    if num_ctas:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas = 1
+        options.config.max_ctas = int(num_ctas[1])
+        return dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())
+    if transport not in accepted:
+        raise ValueError(
+            f"transport is {transport!r}; accepted with {backend}: {', '.join(accepted)}"
+        )
+    return None

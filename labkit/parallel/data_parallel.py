@@ -10,6 +10,7 @@ Sources: Li et al. 2020, PyTorch Distributed (buckets, overlap, no_sync); Stanfo
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,23 +51,6 @@ def weakly(method: Callable, number: int) -> Callable:
     return call
 
 
-def check_transport(transport: str) -> dist.ProcessGroup | None:
-    """Returns the group that collectives use, None for the default one.
-
-    Raises ValueError unless `transport` is "collective" or, with NCCL, "copy" or "ctas_N".
-    """
-    if transport == "collective":
-        return None
-    accepted = ["collective"]
-    if dist.get_backend() == "nccl":
-        accepted += ["copy", "ctas_N"]
-        if transport == "copy" or transport.startswith("ctas_"):
-            return group_of(transport)
-    raise ValueError(
-        f"transport is {transport!r}; accepted with {dist.get_backend()}: {', '.join(accepted)}"
-    )
-
-
 def only_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Returns the dtype of what is copied through symmetric memory; ValueError for several."""
     dtypes = {tensor.dtype for tensor in tensors}
@@ -76,13 +60,13 @@ def only_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     return dtypes.pop()
 
 
+@dataclass
 class _Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients travel together; those that have none yet, by id."""
 
-    def __init__(self, params: list[nn.Parameter]):
-        self.params = params
-        self.waiting_for = {id(p) for p in params}
-        self.work: Any = None
+    params: list[nn.Parameter]
+    waiting_for: set[int]
+    work: Any = None
 
 
 class GradientBuckets:
@@ -97,11 +81,11 @@ class GradientBuckets:
         params: parameters of one device.
         bucket_bytes: a bucket is closed before it would grow beyond this; 0 for one parameter each.
         overlap: whether a bucket goes out during backward, as soon as its gradients are there.
-        copied: whether gradients are copied between the GPUs' symmetric memories by copy engines,
-            on a stream of their own, and added, instead of being all-reduced by NCCL. The memory is
-            as large as the largest bucket.
-        group: of the ranks, for collectives; None for the default one.
+        transport: "collective", or see `BucketedDataParallel`; symmetric memory is as large as the
+            largest bucket.
         sent_as: a dtype in which gradients travel, see `average_in`; None for their own.
+
+    Raises ValueError for another transport.
     """
 
     def __init__(
@@ -110,8 +94,7 @@ class GradientBuckets:
         bucket_bytes: float,
         *,
         overlap: bool,
-        copied: bool = False,
-        group: dist.ProcessGroup | None = None,
+        transport: str = "collective",
         sent_as: torch.dtype | None = None,
     ):
         self._frozen = list(params)[::-1]
@@ -120,10 +103,10 @@ class GradientBuckets:
         self.enabled = True
         self._next = 0
         self._buckets: list[_Bucket] = []
-        self._copied = copied
-        self._group = group
+        self._copied = transport == "copy"
+        self._group = group_of(transport, "collective", "copy")
         self._sent_as = sent_as
-        is_apart = (copied or sent_as) and dist.get_backend() == "nccl"
+        is_apart = (self._copied or sent_as) and dist.get_backend() == "nccl"
         self._stream = torch.cuda.Stream() if is_apart else None
         self._peers: PeerMemory | None = None
         self._add_unfrozen()
@@ -134,7 +117,7 @@ class GradientBuckets:
             return
         self._frozen = [p for p in self._frozen if not p.requires_grad]
         for number, group in enumerate(_grouped(params, self._bucket_bytes), len(self._buckets)):
-            self._buckets.append(_Bucket(group))
+            self._buckets.append(_Bucket(group, set(map(id, group))))
             for p in group:
                 p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
         if self._copied:
@@ -184,23 +167,24 @@ class GradientBuckets:
         params = [p for bucket in self._buckets for p in bucket.params]
         if not params:
             return
-        unused = [position for position, p in enumerate(params) if p.grad is None]
-        for position in unused:
-            params[position].grad = torch.zeros_like(params[position])
+        used = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
+        is_complete = True
+        for number, p in enumerate(params):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+                used[number] = 0
+                is_complete = False
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
             if one_by_one:
                 bucket.work.wait()
         # Every rank takes part, but only one that lacks gradients has to wait for what the others
         # used.
-        used = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
-        if unused:
-            used[unused] = 0
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         for bucket in self._buckets:
             bucket.work.wait()
-            bucket.waiting_for = {id(p) for p in bucket.params}
-        if unused:
+            bucket.waiting_for = set(map(id, bucket.params))
+        if not is_complete:
             for p, is_used in zip(params, used.tolist(), strict=True):
                 p.grad = p.grad if is_used else None
         self._next = 0
@@ -221,30 +205,6 @@ def _grouped(params: Iterable[nn.Parameter], bucket_bytes: float) -> Iterator[li
         yield bucket
 
 
-def check_and_broadcast(module: nn.Module) -> None:
-    """Gives every rank rank 0's parameters and buffers.
-
-    Raises ValueError for a module without parameters or that makes sparse gradients, tensors on
-    more than one device, and, on every rank alike, parameters or buffers whose names, shapes,
-    dtypes or requires_grad differ from rank 0's.
-    """
-    for name, inside in module.named_modules():
-        if getattr(inside, "sparse", False):
-            raise ValueError(
-                f"{name or 'the module'} makes sparse gradients; accepted: sparse=False"
-            )
-    if not list(module.parameters()):
-        raise ValueError(f"{type(module).__name__} has no parameters; accepted: 1 and more")
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    devices = sorted({str(tensor.device) for _, tensor in tensors})
-    if len(devices) > 1:
-        raise ValueError(f"tensors on {', '.join(devices)}; accepted: one device")
-    check_ranks_agree(
-        [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
-    )
-    broadcast(tensor for _, tensor in tensors)
-
-
 def broadcast(tensors: Iterable[Tensor]) -> None:
     """Replaces the tensors' values by rank 0's. Collective."""
     for tensor in tensors:
@@ -261,13 +221,29 @@ class Wrapper(nn.Module):
     Every rank runs each forward pass. As in torch's DistributedDataParallel, one begins with rank
     0's buffers if the one before recorded a graph, as training does.
 
-    Raises RuntimeError where a parameter is added, replaced or moved after wrapping, TypeError for
-    a copy.
+    Raises ValueError for a module without parameters or that makes sparse gradients, tensors on
+    more than one device, and, on every rank alike, parameters or buffers whose names, shapes,
+    dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added, replaced
+    or moved after wrapping; TypeError for a copy.
     """
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool):
         super().__init__()
-        check_and_broadcast(module)
+        for name, inside in module.named_modules():
+            if getattr(inside, "sparse", False):
+                raise ValueError(
+                    f"{name or 'the module'} makes sparse gradients; accepted: sparse=False"
+                )
+        tensors = dict([*module.named_parameters(), *module.named_buffers()])
+        if not list(module.parameters()):
+            raise ValueError(f"{type(module).__name__} has no parameters; accepted: 1 and more")
+        devices = sorted({str(tensor.device) for tensor in tensors.values()})
+        if len(devices) > 1:
+            raise ValueError(f"tensors on {', '.join(devices)}; accepted: one device")
+        check_ranks_agree(
+            [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
+        )
+        broadcast(tensors.values())
         self.module = module
         self._broadcasts = broadcast_buffers
         self._buffers_differ = True
@@ -306,8 +282,8 @@ class _DataParallel(Wrapper):
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
         sending: how gradients travel, as GradientBuckets takes it.
 
-    Raises ValueError as `check_and_broadcast`; RuntimeError for a second backward pass before
-    `finish_gradient_synchronization()`, and as `Wrapper`.
+    Raises RuntimeError for a second backward pass before `finish_gradient_synchronization()`, and
+    as `Wrapper`.
     """
 
     _bucket_bytes: float = 0
@@ -393,6 +369,6 @@ class BucketedDataParallel(_DataParallel):
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}; accepted: above 0")
         if sent_as and transport != "collective":
             raise ValueError(f"transport {transport!r} with sent_as; accepted: 'collective'")
-        sending = {"group": check_transport(transport), "copied": transport == "copy"}
         self._bucket_bytes = bucket_size_mb * MB
-        super().__init__(module, broadcast_buffers=broadcast_buffers, sent_as=sent_as, **sending)
+        sending = {"transport": transport, "sent_as": sent_as}
+        super().__init__(module, broadcast_buffers=broadcast_buffers, **sending)

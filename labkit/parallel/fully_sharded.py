@@ -26,17 +26,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from labkit.parallel.collectives import CopyWork, PeerMemory, all_gather, reduce_scatter, start
+from labkit.parallel.collectives import (
+    CopyWork,
+    PeerMemory,
+    all_gather,
+    group_of,
+    reduce_scatter,
+    start,
+)
 from labkit.parallel.data_parallel import (
     MB,
     SECOND_BACKWARD,
     GradientBuckets,
     Wrapper,
-    check_transport,
     only_dtype,
     weakly,
 )
-from labkit.parallel.launch import moment
 
 FOREIGN_USE = (
     "a module computes with a parameter of another one, which is sharded there; accepted: units=("
@@ -104,12 +109,15 @@ class _Weight(_Parameter):
     def unpadded(self, chunk: Tensor) -> Tensor:
         return chunk[: self.local.numel()].view(self.local.shape)
 
-    def take_gradient(self) -> Tensor:
-        """Returns the gradient of the full weight, flat and padded, and forgets it."""
+    def take_gradient(self) -> tuple[Tensor, Tensor]:
+        """Returns room for this rank's chunk of the gradient, and the whole of it, flat and padded,
+        which is forgotten here.
+        """
         gradient = self.full.grad.flatten()
         self.full.grad = None
         padding = self.flat.numel() - gradient.numel()
-        return F.pad(gradient, (0, padding)) if padding else gradient
+        whole = F.pad(gradient, (0, padding)) if padding else gradient
+        return whole.new_empty(self.chunk), whole
 
     def wait(self) -> None:
         for work in self.works:
@@ -164,12 +172,8 @@ class _Layer:
         arrived: weights with a gradient to be sent.
     """
 
-    def __init__(
-        self, uses: list[tuple], peers: _PeerShards | None, group: dist.ProcessGroup | None
-    ):
+    def __init__(self, uses: list[tuple]):
         self.uses = uses
-        self.peers = peers
-        self.group = group
         owners = {
             parameter: owner for owner, _, parameter in uses if isinstance(parameter, _Weight)
         }
@@ -179,29 +183,6 @@ class _Layer:
         self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner in owners.values())
         for weight in self.weights:
             weight.layer = self
-
-    @torch.no_grad()
-    def start_gather(self) -> None:
-        """Sends for all of the weights that are not here in one operation; `_Weight.wait` waits for
-        it.
-        """
-        missing = [weight for weight in self.weights if not weight.flat.untyped_storage().size()]
-        if not missing:
-            return
-        for weight in missing:
-            weight.flat.untyped_storage().resize_(weight.flat.nbytes)
-        if self.peers:
-            works = [CopyWork(self.peers.stream, self.peers.copy, missing)]
-        else:
-            pairs = [
-                (weight.flat, weight.flat.split(weight.chunk)[dist.get_rank()])
-                for weight in missing
-            ]
-            for weight, (_, own) in zip(missing, pairs, strict=True):
-                weight.unpadded(own).copy_(weight.local)
-            works = start(all_gather, pairs, group=self.group)
-        for weight in missing:
-            weight.works = works
 
 
 class FullyShardedDataParallel(Wrapper):
@@ -229,10 +210,9 @@ class FullyShardedDataParallel(Wrapper):
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
     Attributes:
-        waits: None, or a list that collects (begin, end) of each wait for a gather: CUDA events, or
-            seconds.
+        symmetric_bytes: of memory that copies are read from; torch's allocator does not count it.
 
-    Raises ValueError for another transport and as `check_and_broadcast`;
+    Raises ValueError for another transport;
     RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a parameter
     used by another module than its own outside of a unit, and as `Wrapper`.
     """
@@ -246,12 +226,10 @@ class FullyShardedDataParallel(Wrapper):
         transport: str = "collective",
         broadcast_buffers: bool = True,
     ):
-        group = check_transport(transport)
         super().__init__(module, broadcast_buffers)
-        self._group = group
+        self._group = group_of(transport, "collective", "copy")
         self.compute_dtype = compute_dtype
         self._units = units
-        self.waits: list[tuple] | None = None
         # Layers in the order of the iteration before, and of this one; the place in the former.
         self._plan: list[_Layer] = []
         self._uses: list[_Layer] = []
@@ -266,13 +244,17 @@ class FullyShardedDataParallel(Wrapper):
         parameters = self._sharded(module)
         self._peers = _PeerShards(self._weights) if transport == "copy" else None
         self._hook(module, parameters)
+        self.symmetric_bytes = 0
         if self._peers:
             layers = {weight.layer for weight in self._weights}
             most = max(sum(weight.flat.numel() for weight in layer.weights) for layer in layers)
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
+            self.symmetric_bytes = self._peers.buffer.nbytes + self._staging.buffer.nbytes
         vectors = [vector.full for vector in self._vectors]
-        self._replicated = GradientBuckets(vectors, bucket_bytes=25 * MB, overlap=True, group=group)
+        self._replicated = GradientBuckets(
+            vectors, 25 * MB, overlap=True, transport="collective" if self._peers else transport
+        )
         self._wrapped = self._parameters_now()
 
     def _sharded(self, module: nn.Module) -> dict[nn.Parameter, _Parameter]:
@@ -324,7 +306,7 @@ class FullyShardedDataParallel(Wrapper):
             return
         for owner, key, parameter in uses:
             owner._parameters[key] = parameter.outer
-        layer = _Layer(uses, self._peers, self._group)
+        layer = _Layer(uses)
 
         def around(*args, **kwargs):
             args, kwargs = self._before_forward(layer, args, kwargs)
@@ -337,13 +319,6 @@ class FullyShardedDataParallel(Wrapper):
 
         # Around what is compiled, where hooks of the module would be inside.
         module._compiled_call_impl = around
-
-    @property
-    def symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory that copies are read from; torch's allocator does not count
-        them.
-        """
-        return self._peers.buffer.nbytes + self._staging.buffer.nbytes if self._peers else 0
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
@@ -382,21 +357,40 @@ class FullyShardedDataParallel(Wrapper):
                 vector.full.grad = None
         self._free_all()
 
+    @torch.no_grad()
+    def _gather(self, layer: _Layer) -> None:
+        """Sends for all of the layer's weights that are not here in one operation; `_Weight.wait`
+        waits for it.
+        """
+        missing = [weight for weight in layer.weights if not weight.flat.untyped_storage().size()]
+        if not missing:
+            return
+        for weight in missing:
+            weight.flat.untyped_storage().resize_(weight.flat.nbytes)
+        if self._peers:
+            works = [CopyWork(self._peers.stream, self._peers.copy, missing)]
+        else:
+            pairs = []
+            for weight in missing:
+                own = weight.flat.split(weight.chunk)[dist.get_rank()]
+                weight.unpadded(own).copy_(weight.local)
+                pairs.append((weight.flat, own))
+            works = start(all_gather, pairs, group=self._group)
+        for weight in missing:
+            weight.works = works
+
     def _use(self, layer: _Layer) -> None:
         """Makes the layer's weights whole, and starts to gather those that came next in the
         iteration before.
         """
-        layer.start_gather()
+        self._gather(layer)
         self._uses.append(layer)
         following = self._plan[self._position : self._position + 2]
         self._position = self._position + 1 if following[:1] == [layer] else len(self._plan)
         if len(following) == 2 and following[0] is layer:
-            following[1].start_gather()
-        begin = moment() if self.waits is not None else None
+            self._gather(following[1])
         for weight in layer.weights:
             weight.wait()
-        if begin is not None:
-            self.waits.append((begin, moment()))
 
     def _before_forward(self, layer: _Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if layer.weights:
@@ -449,17 +443,10 @@ class FullyShardedDataParallel(Wrapper):
         if not weights:
             return
         layer.arrived = []
-        gradients = [weight.take_gradient() for weight in weights]
-        pairs = [
-            (flat.new_empty(weight.chunk), flat)
-            for weight, flat in zip(weights, gradients, strict=True)
-        ]
+        pairs = [weight.take_gradient() for weight in weights]
         if self._peers:
-            works = [
-                CopyWork(
-                    self._reducing_stream, self._staging.average_scatter, *zip(*pairs, strict=True)
-                )
-            ]
+            tensors = zip(*pairs, strict=True)
+            works = [CopyWork(self._reducing_stream, self._staging.average_scatter, *tensors)]
         else:
             works = start(reduce_scatter, pairs, dist.ReduceOp.AVG, group=self._group)
         self._reducing.append((weights, pairs, works))

@@ -28,16 +28,10 @@ TOGETHER = [
 LESS = "alone, less the AdamW of others"
 """A row that no way has: see `added`."""
 
-SHARDED_BYTES = {
-    "sharded optimizer": 8,
-    "zero redundancy": 8,
-    "fsdp": 16,
-    "fsdp 16 blocks": 16,
-    "fsdp copy": 16,
-    "fully_shard": 16,
-}
-"""Of 16 bytes a parameter those that a way shards: AdamW's moments, or everything."""
-
+SHARDED_BYTES = {"sharded optimizer": 8, "zero redundancy": 8, "fsdp": 16, "fully_shard": 16}
+"""Of 16 bytes a parameter those that a way shards: AdamW's moments, or everything. Transports are
+left out of its name.
+"""
 
 LANES = {"computing": "#0072b2", "communicating": "#e69f00"}
 
@@ -130,6 +124,16 @@ def timeline_figure(rows: pd.DataFrame) -> Figure | None:
     return figure
 
 
+def beside_alone(steps: pd.DataFrame, also: list[str], *columns: str) -> pd.DataFrame:
+    """Returns the rows that have all these columns, with the time and `also` of the ranks alone of
+    their session under names that end in "_alone".
+    """
+    values = ["median_ms", *also]
+    rows = usable(steps, *TOGETHER, *values, *columns)
+    alone = select(rows, phase="alone")[[*TOGETHER, *values]]
+    return rows.merge(alone, on=TOGETHER, suffixes=("", "_alone"))
+
+
 def added(
     rows: pd.DataFrame,
     profiles: pd.DataFrame,
@@ -144,10 +148,7 @@ def added(
     least_tokens: by closed form, of a rank, from which NCCL's all-reduces of 100 MB hide. The row
     LESS is a rank alone less the AdamW that other ranks do for it.
     """
-    times = ["median_ms", "compute_us"]
-    rows = usable(rows, *TOGETHER, *times, "exposed_us", "communication_us")
-    alone = select(rows, phase="alone")[[*TOGETHER, *times]]
-    rows = rows.merge(alone, on=TOGETHER, suffixes=("", "_alone"))
+    rows = beside_alone(rows, ["compute_us"], "exposed_us", "communication_us")
     updates = usable(profiles, "size", "optimizer_kernel_ms").groupby("size")
     adamw = rows["size"].map(updates["optimizer_kernel_ms"].median())
     flops = [
@@ -165,9 +166,9 @@ def added(
         tokens=rows["batch"] * rows["context"],
     )
     rows["least_tokens"] = 2e3 * others * rows["rate_tflops"] / links["bus_gbs"].max()
-    half = select(rows, phase="alone")
-    less = half["median_ms"] - others * adamw
-    return pd.concat([rows, half.assign(phase=LESS, median_ms=less, sessions=None)])
+    less = select(rows, phase="alone").assign(phase=LESS, sessions=None)
+    less["median_ms"] -= others * adamw
+    return pd.concat([rows, less])
 
 
 def held(steps: pd.DataFrame) -> pd.DataFrame:
@@ -175,8 +176,9 @@ def held(steps: pd.DataFrame) -> pd.DataFrame:
     that shard.
     """
     rows = usable(steps, "phase", "observed", "world_size", "after_step_bytes")
-    parameters = rows["observed"].map(lambda seen: seen["num_parameters"])
-    saved = rows["phase"].map(SHARDED_BYTES) * (1 - 1 / rows["world_size"])
+    parameters = rows["observed"].str["num_parameters"]
+    ways = rows["phase"].str.replace(" copy| 16 blocks", "", regex=True)
+    saved = ways.map(SHARDED_BYTES) * (1 - 1 / rows["world_size"])
     return rows.assign(predicted_bytes=parameters * (16 - saved))
 
 
@@ -188,21 +190,20 @@ def split(steps: pd.DataFrame) -> pd.DataFrame:
     ones. speedup: over one GPU with the batch of all ranks together (strong scaling), where that
     was measured.
     """
-    parts = [f"{part}_us" for part in STEP_PARTS]
-    rows = usable(steps, *TOGETHER, *parts, "median_ms", "observed")
-    alone = select(rows, phase="alone")[[*TOGETHER, "median_ms"]]
-    rows = rows.merge(alone, on=TOGETHER, suffixes=("", "_alone"))
+    rows = beside_alone(steps, [], "observed", *(f"{part}_us" for part in STEP_PARTS))
+    alone_ms = rows["median_ms_alone"]
+    rows["ratio"] = rows["median_ms"] / alone_ms
+    rows["remainder"] = rows["ratio"] - 1
     for part, sign in STEP_PARTS.items():
-        rows[part] = sign * rows[f"{part}_us"] / 1e3 / rows["median_ms_alone"]
+        rows[part] = sign * rows[f"{part}_us"] / 1e3 / alone_ms
+        rows["remainder"] -= rows[part]
     for name in ("transport", "blocks"):
-        rows[name] = [seen.get(name) for seen in rows["observed"]]
-    ratio = rows["median_ms"] / rows["median_ms_alone"]
-    remainder = ratio - 1 - rows[list(STEP_PARTS)].sum(axis=1)
+        rows[name] = rows["observed"].str.get(name)
     case = ["size", "precision", "compile", "context", "batch"]
-    one_ms = alone.groupby(case)["median_ms"].median().rename("one_ms")
+    one_ms = select(rows, phase="alone").groupby(case)["median_ms"].median().rename("one_ms")
     batches = rows[case].assign(batch=rows["batch"] * rows["world_size"])
-    speedup = batches.join(one_ms, on=case)["one_ms"] / rows["median_ms"]
-    return rows.assign(ratio=ratio, remainder=remainder, speedup=speedup)
+    rows["speedup"] = batches.join(one_ms, on=case)["one_ms"] / rows["median_ms"]
+    return rows
 
 
 def split_table(steps: pd.DataFrame) -> pd.DataFrame:
@@ -228,8 +229,6 @@ BOARD = {
 def board(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the ways of the step of 8.1 B, in the order in which one part follows another."""
     return pd.DataFrame(
-        [
-            {"way": row["phase"], **{name: cell(row, *how) for name, how in BOARD.items()}}
-            for row in rows.to_dict("records")
-        ]
+        {"way": row["phase"]} | {name: cell(row, *how) for name, how in BOARD.items()}
+        for row in rows.to_dict("records")
     )
