@@ -34,7 +34,7 @@ from labkit.parallel.launch import RankError, launch
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
-MEASUREMENT_VERSION = 2
+MEASUREMENT_VERSION = 1
 
 DEFAULTS = ("nccl", "gloo")
 """Transports that are a backend as it comes, measured in all dtypes."""

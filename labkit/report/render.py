@@ -111,8 +111,7 @@ def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> st
     ladder = card.ladder(chapters)
     if ladder is not None:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
-    warnings = [_not_finished(chapter.folder, name) for name, chapter in chapters.items()]
-    warnings.insert(0, _first_round(chapters))
+    warnings = [_first_round(chapters), *_not_finished(chapters)]
     bodies = []
     if card.first_of(chapters).device_kind == "cpu":
         first = smoke.page(chapters)
@@ -138,11 +137,12 @@ def devices_table(root: Path) -> pd.DataFrame:
     rows = []
     for device in measured_devices(root):
         for notebook, records in check(root / device).items():
+            done = read_done(root / device, notebook)
             row = {
                 "device": device,
                 "notebook": notebook,
                 "records": card.status_counts(records),
-                "complete": "no" if _not_finished(root / device, notebook) else "yes",
+                "complete": "yes" if done and not done["num_missing"] else "no",
                 "measured": dates_of(records) or "–",
             }
             for library in ("torch", "triton"):
@@ -209,18 +209,20 @@ def _first_round(chapters: Chapters) -> str:
     )
 
 
-def _not_finished(folder: Path, notebook: str) -> str:
-    """Returns a warning if a notebook's measurements were interrupted or do not cover its grid,
-    else "".
-    """
-    done = read_done(folder, notebook)
-    if done is None:
-        text = "did not run to its end: what follows is what was recorded before it stopped"
-        return f"**{notebook} {text}.**"
-    if done["num_missing"]:
-        text = f"measurements of the {done['profile']} profile are not recorded"
-        return f"**{notebook}: {done['num_missing']} {text}.**"
-    return ""
+def _not_finished(chapters: Chapters) -> list[str]:
+    """Returns warnings of chapters whose measurements were interrupted or do not cover the grid."""
+    warnings = []
+    missing = []
+    for name, chapter in chapters.items():
+        done = read_done(chapter.folder, name)
+        if done is None:
+            text = "did not run to its end: what follows is what was recorded before it stopped"
+            warnings.append(f"**{name} {text}.**")
+        elif done["num_missing"]:
+            missing.append(f"{done['num_missing']} of {name[:2]}")
+    if missing:
+        warnings.append(f"**Measurements of the grid that are not recorded: {listing(missing)}.**")
+    return warnings
 
 
 def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, str]]]:
