@@ -154,11 +154,11 @@ def run(
     rounds = [chosen_profile(profile, device.default_profile)]
     if profile == AUTO_PROFILE and device.kind == "cuda" and not options and not fresh:
         rounds = ["quick", *rounds]
+    if own:
+        from labkit.experiments.bench import OwnSession, own_entrant
     for name in names:
         notebooks.narrowing(name, rounds[-1], narrowed if name in OWN else options)
         if own:
-            from labkit.experiments.bench import OwnSession, own_entrant
-
             own_entrant(name, own)
     root = _writable(output)
     folders = {name: root / measured_by(name).slug for name in names}
@@ -499,9 +499,9 @@ def plan(
     setting = report.Setting(
         config, batch, context, precision, attention, way, recompute, gpus, gpu_way
     )
-    gpus = report.measured_gpus(output)
-    roofs = report.roofs_of(device, gpus)
-    for line in report.lines(setting, roofs, gpus, price):
+    measured = report.measured_gpus(output)
+    roofs = report.roofs_of(device, measured)
+    for line in report.lines(setting, roofs, measured, price):
         print(line)
 
 

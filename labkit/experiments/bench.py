@@ -80,7 +80,7 @@ from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import WAYS, Way, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Session
 from labkit.models.transformer import language_model_loss
-from labkit.parallel.data_parallel import NaiveDataParallel
+from labkit.parallel.data_parallel import NaiveDataParallel, finish_gradients
 from labkit.parallel.launch import rank_device
 from labkit.records import SESSION_SECTIONS, to_frame
 
@@ -233,8 +233,7 @@ def _gradient_deviation(wrapped: nn.Module, plain: nn.Module) -> float:
     for model in (wrapped, NaiveDataParallel(plain)):
         model.zero_grad()
         language_model_loss(model(tokens), tokens).backward()
-        if finish := getattr(model, "finish_gradient_synchronization", None):
-            finish()
+        finish_gradients(model)
     errors = [
         math.inf if p.grad is None else numerics.relative_error(p.grad, mine.grad)
         for p, mine in pairs

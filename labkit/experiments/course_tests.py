@@ -16,7 +16,8 @@ def _write(event):
 
 
 def _write_outcome(report):
-    state, reason = report.outcome, ""
+    state = report.outcome
+    reason = ""
     if report.skipped:
         reason = report.longrepr[2].removeprefix("Skipped: ")
     elif report.failed:

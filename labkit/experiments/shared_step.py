@@ -145,8 +145,7 @@ class SharedStep(Step):
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
-        if finish := getattr(self.model, "finish_gradient_synchronization", None):
-            finish()
+        data_parallel.finish_gradients(self.model)
 
     def warm_up(self) -> float:
         """Returns the mean loss over the ranks after NUM_WARMUP steps; notes what memory holds on

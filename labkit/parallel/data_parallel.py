@@ -372,3 +372,12 @@ class BucketedDataParallel(_DataParallel):
         self._bucket_bytes = bucket_size_mb * MB
         sending = {"transport": transport, "sent_as": sent_as}
         super().__init__(module, broadcast_buffers=broadcast_buffers, **sending)
+
+
+def finish_gradients(model: nn.Module) -> None:
+    """Waits for the gradients after a backward pass, where the model's wrapper has them on their
+    way.
+    """
+    finish = getattr(model, "finish_gradient_synchronization", None)
+    if finish is not None:
+        finish()

@@ -90,19 +90,19 @@ def rebuild(
             _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
     text = _report(chapters, executed, folder)
     # Paths are those of a notebook until it is known where the text is written.
-    own = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
+    device_page = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
     for name in chapters:
         place = "../../notebooks"
         if not is_committed:
             place = os.path.relpath(folder_of(root, device, name), folder)
-        own = own.replace(f"../notebooks/{name}.ipynb", f"{place}/{name}.ipynb")
-    written = [write_text_atomic(folder / "report.md", own)]
+        device_page = device_page.replace(f"../notebooks/{name}.ipynb", f"{place}/{name}.ipynb")
+    written = [write_text_atomic(folder / "report.md", device_page)]
     if output is None and top_level and IS_CLONE:
         text = text.replace("../figures/", f"{root.relative_to(REPOSITORY).as_posix()}/")
         text = text.replace("../notebooks/", "notebooks/")
         written.append(write_text_atomic(REPOSITORY / "report.md", text))
     if html:
-        text = page.html(own, folder, card.title(card.first_of(chapters)))
+        text = page.html(device_page, folder, card.title(card.first_of(chapters)))
         written.append(write_text_atomic(folder / "report.html", text))
     return written
 

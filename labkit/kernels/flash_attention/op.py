@@ -292,29 +292,27 @@ def _checked_plan(
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    scale: float | None,
-    left: int,
-    right: int,
-    precision: str,
-    impl: str,
+    options: tuple,
 ) -> Plan | TiledPlan:
     """Returns what attention of these tensors runs; raises for tensors that do not fit together.
 
+    `options`: scale, left, right, precision and impl, as `_forward` takes them.
     Both are worked out at the first call of a kind. Later ones find the plan, for checks alone
     would take the host longer than a launch.
     """
     packed = cu_seqlens_q is not None
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k) if packed else (q, k, v)
-    options = (scale, left, right, precision, impl)
     key = (*map(facts_of, tensors), *options)
     plan = _PLANS.get(key)
     if plan is None:
+        scale, left, right, precision, impl = options
         _check_tensors(q, k, v, packed)
         impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
         if impl == "tiled":
             plan = TiledPlan(scale or 1 / math.sqrt(q.shape[-1]), left, right)
         else:
-            plan = plan_of(q, k, v, cu_seqlens_q, cu_seqlens_k, *options[:-1], impl)
+            cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+            plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
         if len(_PLANS) >= REMEMBERED:
             _PLANS.clear()
         _PLANS[key] = plan
@@ -340,7 +338,7 @@ def _forward(
     max_seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    plan = _checked_plan(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
+    plan = _checked_plan(q, k, v, *cu_seqlens, (scale, left, right, precision, impl))
     if cu_seqlens_q is not None:
         check_lengths(q, k, *cu_seqlens, max_seqlen_q, max_seqlen_k)
     return plan.forward(q, k, v, *cu_seqlens)
@@ -368,7 +366,7 @@ def _backward(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    plan = _checked_plan(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
+    plan = _checked_plan(q, k, v, *cu_seqlens, (scale, left, right, precision, impl))
     return plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
 
 
@@ -487,7 +485,7 @@ def flash_attention(
     if is_watched((q, k, v)) or q.is_meta:
         _check_tensors(q, k, v, packed)
         return _forward.op(q, k, v, *cu_seqlens, *options, *longest)[0]
-    plan = _checked_plan(q, k, v, *cu_seqlens, *options)
+    plan = _checked_plan(q, k, v, *cu_seqlens, options)
     if packed:
         check_lengths(q, k, *cu_seqlens, *longest)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -514,7 +512,7 @@ class _EagerAttention(torch.autograd.Function):
             grads = _backward.op(grad_out, *inputs, out, lse, *ctx.options)
         else:
             # Hooks on saved tensors may have laid them out anew.
-            plan = _checked_plan(*inputs, *ctx.options)
+            plan = _checked_plan(*inputs, ctx.options)
             grads = plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
         return None, None, *grads, *(None for _ in cu_seqlens)
 
@@ -534,7 +532,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         _check_kinds(q, k, v)
         options = (None, -1, 0 if is_causal else -1, "auto", "triton")
-        plan = _checked_plan(q, k, v, None, None, *options)
+        plan = _checked_plan(q, k, v, None, None, options)
         return _EagerAttention.forward(ctx, plan, options, q, k, v)
 
     @staticmethod
