@@ -12,6 +12,7 @@ same processes, so that their ratios are of one machine at one time.
 import functools
 import itertools
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,8 @@ def run_ranks(
                 ranks = launch(function, world_size, phases, *args, **options)
             except RankError as error:
                 ranks, failure = error.finished, error.summary
+                if "OutOfMemoryError" not in failure:
+                    print(error, file=sys.stderr)  # with the rank's traceback
         return [dict(items) for items in ranks], failure, monitor.summary
 
     def measure(phase: str) -> Measured:

@@ -259,17 +259,18 @@ class Board(nn.Module):
         self.tokens, self.targets = own_tokens(config, 1, context)
         self.losses: list[Tensor] = []
 
-    def forward(self) -> Tensor:
-        x_BTC = self.embedding(self.tokens)
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTC = block(x_BTC, self.rotary)
-        return self.loss(x_BTC, self.targets)
+        return self.loss(x_BTC, targets_BT)
 
     def step(self) -> None:
         """Trains one step and notes its loss on this rank."""
         if self.optimizer:
             self.optimizer.zero_grad()
-        loss = self()
+        # On a GPU, torch 2.11's fully_shard fails where its root gets no argument.
+        loss = self(self.tokens, self.targets)
         loss.backward()
         if self.optimizer:
             self.optimizer.step()
