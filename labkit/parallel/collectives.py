@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-import torch.nn.functional as F
 from torch import Tensor
 
 from labkit.accounting import OPERATIONS, bus_factor
@@ -57,19 +56,25 @@ def start(
     return [work]
 
 
-def average_in(dtype: torch.dtype, values: Tensor) -> None:
-    """Replaces a flat tensor by its average over the ranks, sent as `dtype`, added as it is.
+def average_in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
+    """Replaces tensors of one dtype by their averages over the ranks, sent as `dtype`, added as
+    they are.
 
     Each rank adds what all have of its share, so a value is rounded twice whatever the number of
     ranks: before it is sent, and as an average.
     """
     world_size = dist.get_world_size()
-    sent = F.pad(values, (0, -len(values) % world_size)).to(dtype)
+    sizes = [x.numel() for x in tensors]
+    share_size = -(-sum(sizes) // world_size)
+    sent = tensors[0].new_empty(world_size * share_size, dtype=dtype)
+    pieces = sent[: sum(sizes)].split(sizes)
+    pieces = [piece.view_as(x) for piece, x in zip(pieces, tensors, strict=True)]
+    torch._foreach_copy_(pieces, tensors)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
-    share = received.view(world_size, -1).to(values.dtype).mean(0)
+    share = received.view(world_size, share_size).mean(0, dtype=tensors[0].dtype)
     all_gather(sent, share.to(dtype))
-    values.copy_(sent[: len(values)])
+    torch._foreach_copy_(tensors, pieces)
 
 
 def check_ranks_agree(values: list) -> None:
