@@ -376,18 +376,13 @@ def newest_of(folders: Mapping[str, Path]) -> dict[str, list[Record]]:
 
 
 def folder_of(root: Path, device: str, notebook: str) -> Path:
-    """Returns the folder with the notebook's records of `device`: its own, or that of several in
-    one machine.
-
-    What is measured on all GPUs of a machine lies in "2x-<device>"; where there are several, the
-    most GPUs count.
+    """Returns the folder with the notebook's records of `device`: that of several in one machine,
+    "2x-<device>", of the most where there are such, else its own.
     """
     holders = {path.parent.parent.name for path in root.glob(f"*/records/{notebook}.jsonl")}
     several = re.compile(rf"(\d+)x-{re.escape(device)}")
     counts = [int(match[1]) for match in map(several.fullmatch, holders) if match]
-    if device in holders or not counts:
-        return root / device
-    return root / f"{max(counts)}x-{device}"
+    return root / (f"{max(counts)}x-{device}" if counts else device)
 
 
 def measured_devices(root: Path) -> list[str]:
