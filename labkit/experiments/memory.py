@@ -29,7 +29,6 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.step import (
     Step,
-    course_parameters,
     lacking_room,
     open_step,
     run_blocks,
@@ -93,7 +92,7 @@ def cases(
         planned.append(Case("peaks", step_parameters(*shape), PEAK_PHASES, limit))
     for size, context, precision in grid.course:
         if size in wanted_sizes and context in wanted_contexts:
-            parameters = course_parameters(size, context, precision)
+            parameters = step_parameters(size, context, precision, attention="course")
             planned.append(Case("course", parameters, COURSE_PHASES, limit))
     for shape in grid.timelines:
         planned.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))

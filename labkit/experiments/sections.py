@@ -153,11 +153,31 @@ def time_once_ms(call: Callable, device_kind: str) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def fractions(rate: float, ceiling: float | None, peak: float | None) -> dict[str, float | None]:
-    """Returns a rate's share of the session's ceiling and of the datasheet's peak, in the same
-    unit.
+def rate_metrics(
+    device: Device,
+    ceilings: dict[str, float],
+    median_ms: float,
+    precision: str,
+    *,
+    peak_precision: str = "",
+    flops: int = 0,
+    num_bytes: int = 0,
+) -> dict:
+    """Returns a call's `flops` or `num_bytes`, its rate, and the rate's shares of the session's
+    ceiling and of the datasheet's peak, which is that of `peak_precision` where that is another.
     """
-    return {
+    peaks = device.peaks
+    if flops:
+        rate = flops / median_ms / 1e9
+        metrics = {"flops": flops, "achieved_tflops": rate}
+        ceiling = ceilings.get(f"gemm {precision}")
+        peak = peaks.tflops(peak_precision or precision) if peaks else None
+    else:
+        rate = num_bytes / median_ms / 1e6
+        metrics = {"num_bytes": num_bytes, "achieved_gb_per_s": rate}
+        ceiling = ceilings.get("copy")
+        peak = peaks.memory_gb_per_s if peaks else None
+    return metrics | {
         "ceiling": ceiling,
         "ceiling_fraction": rate / ceiling if ceiling else None,
         "datasheet_fraction": rate / peak if peak else None,

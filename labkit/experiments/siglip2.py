@@ -24,10 +24,11 @@ from torch.nn.utils.rnn import pad_sequence
 from labkit.configs import SIGLIP2, SIGLIP2_SIZES
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import contest_section, draw, rate_metrics
+from labkit.experiments.contest import contest_section, draw
 from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
 from labkit.experiments.sections import (
     Runner,
+    rate_metrics,
     run_section,
     section,
     sustained_metrics,
