@@ -88,21 +88,19 @@ class Timed:
         metrics: dict,
         case: dict,
         observed: dict | None = None,
-        samples: dict | None = None,
         *,
         keep: str = "",
     ) -> Measured:
         """Returns a measurement with the timer's own metrics before `metrics`; few times are kept
         under `keep`.
         """
-        samples = dict(samples or {})
-        if keep and self.timing.n <= KEPT_SAMPLES:
-            samples[keep] = list(self.timing.samples_ms)
+        timing = self.timing
+        is_kept = keep and timing.n <= KEPT_SAMPLES
+        samples = {keep: list(timing.samples_ms)} if is_kept else {}
         host_metrics = {"operator_us": self.operator_us} if self.operator_us else {}
-        metrics = {**self.timing.metrics(), **host_metrics, **metrics}
-        return Measured(
-            metrics, case, observed or {}, samples, self.timing.description(), self.telemetry
-        )
+        metrics = {**timing.metrics(), **host_metrics, **metrics}
+        timer = timing.description()
+        return Measured(metrics, case, observed or {}, samples, timer, self.telemetry)
 
 
 def timed(device: Device, timer: Callable[..., Timing], *args: Any, **options: Any) -> Timed:

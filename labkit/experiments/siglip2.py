@@ -217,8 +217,8 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
                 module.compile(dynamic=False)
     pixels = pad_sequence(batch.patches.split(batch.sizes.tolist()), batch_first=True)
     inside = (torch.arange(pixels.shape[1]) < batch.sizes[:, None]).to(pixels.device)
-    inputs = {"pixel_values": pixels, "pixel_attention_mask": inside, "spatial_shapes": batch.grids}
     places = inside.flatten().nonzero().squeeze(1)
+    inputs = {"pixel_values": pixels, "pixel_attention_mask": inside, "spatial_shapes": batch.grids}
     return model, lambda: model(**inputs).last_hidden_state.flatten(0, 1)[places]
 
 
@@ -277,10 +277,10 @@ def _products(batch: Batch, parameters: dict) -> Work:
     config, rows, width = batch.config, len(batch.patches), batch.config.d_model
     like = {"device": batch.patches.device, "dtype": batch.patches.dtype}
     weights = [(3 * width, width), (width, width), (config.d_ff, width), (width, config.d_ff)]
-    sets = []
-    for after, before in weights:
-        shapes = ((rows, before), (after, before), (rows, after))
-        sets.append([torch.randn(shape, **like) for shape in shapes])
+    sets = [
+        [torch.randn(shape, **like) for shape in ((rows, before), (after, before), (rows, after))]
+        for after, before in weights
+    ]
 
     def products(phase: str) -> None:
         for _ in range(config.num_layers):
@@ -303,21 +303,17 @@ def _module(batch: Batch, module: str, impl: str) -> tuple[Callable, Callable]:
     x, residual = (value.requires_grad_() for value in values)
     packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
     seed = torch.tensor(0, device=x.device) if model.step >= ATTENTION else None
-    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
-    part, inputs, forward = {
-        "embeddings": (
-            embeddings,
-            [],
-            lambda: (model.embed(batch.patches, batch.grids, packing),),
-        ),
-        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
-        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, packing, seed),)),
-        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
-        "layer": (layer, [x, residual], lambda: layer(x, residual, packing, seed)),
+    forward = {
+        "embeddings": lambda: [model.embed(batch.patches, batch.grids, packing)],
+        "LayerNorm": lambda: add_and_norm(norm, x, residual, model.step)[:2],
+        "attention": lambda: [layer.self_attn(x, None, packing, seed)],
+        "MLP": lambda: [layer.mlp(x, None)],
+        "layer": lambda: layer(x, residual, packing, seed),
     }[module]
-    leaves = [*inputs, *part.parameters()]
     grads = [torch.randn_like(out) for out in forward()]
-    return forward, lambda: torch.autograd.grad(forward(), leaves, grads)
+    # A part reads some of them; of the others there is no gradient to compute.
+    leaves = [x, residual, *model.parameters()]
+    return forward, lambda: torch.autograd.grad(forward(), leaves, grads, allow_unused=True)
 
 
 def _timed_section(make: Callable[[Batch, dict], Work]) -> Runner:
@@ -416,12 +412,11 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
     size, precision = case.parameters["size"], case.parameters["precision"]
     dtype = DTYPES[precision]
     exact = _results(size, precision, "eager", torch.float64, "cpu")
-    ours, eager = (
-        {name: relative_error(x, exact[name]) for name, x in results.items()}
-        for results in (
-            _results(size, precision, each, dtype, device.kind) for each in (impl, "eager")
-        )
-    )
+    errors = {}
+    for each in (impl, "eager"):
+        results = _results(size, precision, each, dtype, device.kind)
+        errors[each] = {name: relative_error(x, exact[name]) for name, x in results.items()}
+    ours, eager = errors[impl], errors["eager"]
     # The exact gradient of k's bias is zero: softmax does not see it.
     gradients = [x for x in exact if x != "out" and not x.endswith("k_proj.bias")]
     worst = max(gradients, key=lambda name: ours[name] / eager[name])
