@@ -35,19 +35,23 @@ power limit so soon: its windows only show that they can be had.
 """
 
 
-def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None = None) -> Runner:
+def section(
+    measure: Callable[..., Measured], live: Callable | None = None, *, is_rated: bool = False
+) -> Runner:
     """Returns the usual runner: `measure` gets (live object, case, phase), and returns the phase's
     measurement.
 
     Args:
         live: context manager of (device, case) around the live object; without it, that is the
             device.
+        is_rated: `measure` gets the session's ceilings too.
     """
 
     def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+        rated = (ceilings,) if is_rated else ()
         with live(device, case) if live else contextlib.nullcontext(device) as subject:
             for phase in case.phases:
-                yield phase, functools.partial(measure, subject, case, phase)
+                yield phase, functools.partial(measure, subject, case, phase, *rated)
 
     return run
 

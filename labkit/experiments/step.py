@@ -5,7 +5,7 @@ phases, called or as one CUDA graph. Most chapters build it, run a phase and fre
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,11 +25,12 @@ from labkit.experiments.sections import (
     empty_cache,
     memory_bytes,
     rate_metrics,
+    section,
     sustained_metrics,
     time_once_ms,
     timed_with_peak,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import course
 from labkit.kernels.adamw import FusedAdamW
 from labkit.measure.timing import Timing, captured_once, on_capture_stream, time_callable
@@ -350,13 +351,6 @@ def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[S
     return contextlib.closing(Step(device, case.parameters))
 
 
-def run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of a training step with the function that measures it."""
-    with open_step(device, case) as step:
-        for phase in case.phases:
-            yield phase, functools.partial(_measure_phase, step, case, phase, ceilings)
-
-
 def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
     device = step.device
     function = getattr(step, phase, None)
@@ -376,6 +370,10 @@ def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
     metrics |= _rates(step, case, phase, function, times, ceilings)
     return times.measured(metrics, step.described(), keep="step_ms")
+
+
+run_steps = section(_measure_phase, open_step, is_rated=True)
+"""Runs the phases of a training step, as notebooks 01 and 05 take it into their sections."""
 
 
 def _time_first_call(step: Step) -> Timing:
