@@ -4,7 +4,7 @@ import pytest
 from chapters import CPU, in_section, measure
 
 from labkit.experiments import attention, benchmarking, memory, nsys_analysis
-from labkit.experiments.step import Step, course_parameters
+from labkit.experiments.step import Step, step_parameters
 from labkit.kernels import course
 from labkit.numerics import relative_error
 
@@ -23,7 +23,7 @@ def this_device_is_a_cpu(monkeypatch, on_a_cpu):
 
 
 def test_the_model_trains_as_the_eager_one_from_the_same_parameters():
-    label = course_parameters("nano", 32, "fp32")
+    label = step_parameters("nano", 32, "fp32", attention="course")
     eager, plain = (Step(CPU, label | {"attention": x, "impl": x}) for x in ("eager", "course"))
     assert plain.described() == label and isinstance(plain.optimizer, course.AdamW)
     plain.model.load_state_dict(eager.model.state_dict())

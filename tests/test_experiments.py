@@ -62,6 +62,13 @@ def test_a_committed_chapter_says_how_much_of_its_grid_is_missing(path, monkeypa
     assert grid and done["num_missing"] == len(grid - set(keys(records)))
 
 
+def test_the_only_gpu_of_a_machine_needs_no_ceilings_for_communication(monkeypatch):
+    for num_gpus, has_ceilings in ((1, False), (2, True)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        planned = experiment_of("07_distributed").cases("quick", "cuda")
+        assert ("ceilings" in {case.section for case in planned}) == has_ceilings
+
+
 @pytest.mark.parametrize("notebook", GRIDS)
 def test_a_grid_is_narrowed_to_values_that_it_has(notebook, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

@@ -33,7 +33,7 @@ from labkit.experiments.ceilings import (
     timed_call,
 )
 from labkit.experiments.sections import run_section, section, time_once_ms, timed
-from labkit.experiments.step import course_parameters, run_steps, step_parameters
+from labkit.experiments.step import run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured
 from labkit.measure.timing import Timing
 
@@ -82,7 +82,7 @@ def cases(
             step = step_parameters(*shape, compile=mode)
             add("compile", step, COMPILE_PHASES, stop_at_failure=True)
     for shape in itertools.product(grid.course_sizes, grid.course_contexts):
-        add("course", course_parameters(*shape, "fp32"), COURSE_PHASES)
+        add("course", step_parameters(*shape, "fp32", attention="course"), COURSE_PHASES)
     for way in grid.executions:
         attention = "auto" if way.impl == "fused" else "eager"  # the fused model has ours
         shapes = (way.sizes or grid.execution_sizes, way.contexts, way.precisions)

@@ -30,7 +30,7 @@ from labkit.experiments.sections import (
     Runner,
     Timed,
     empty_cache,
-    fractions,
+    rate_metrics,
     sustained_metrics,
     time_once_ms,
 )
@@ -348,30 +348,6 @@ class Watched(Operation):
 
 def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
-
-
-def rate_metrics(
-    device: Device,
-    ceilings: dict[str, float],
-    median_ms: float,
-    precision: str,
-    *,
-    peak_precision: str = "",
-    flops: int = 0,
-    num_bytes: int = 0,
-) -> dict:
-    """Returns a call's `flops` or `num_bytes`, its rate, and the rate's shares of the session's
-    ceiling and of the datasheet's peak, which is that of `peak_precision` where that is another.
-    """
-    peaks = device.peaks
-    if flops:
-        rate = flops / median_ms / 1e9
-        peak = peaks.tflops(peak_precision or precision) if peaks else None
-        shares = fractions(rate, ceilings.get(f"gemm {precision}"), peak)
-        return {"flops": flops, "achieved_tflops": rate, **shares}
-    rate = num_bytes / median_ms / 1e6
-    shares = fractions(rate, ceilings.get("copy"), peaks.memory_gb_per_s if peaks else None)
-    return {"num_bytes": num_bytes, "achieved_gb_per_s": rate, **shares}
 
 
 # ---- tensors and the oracle ----------------------------------------------------------------------

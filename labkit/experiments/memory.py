@@ -7,6 +7,7 @@ Sections: "peaks" (every size, context and precision), "timeline" (every allocat
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,6 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.step import (
     Step,
-    course_parameters,
     lacking_room,
     open_step,
     run_blocks,
@@ -49,8 +49,6 @@ from labkit.measure.memory import (
 )
 from labkit.measure.timing import time_callable
 from labkit.models.transformer import Block, RMSNorm, RotaryEmbedding
-
-__all__ = ["MEASUREMENT_VERSION", "cases", "run_case"]
 
 MEASUREMENT_VERSION = 2
 
@@ -93,7 +91,7 @@ def cases(
         planned.append(Case("peaks", step_parameters(*shape), PEAK_PHASES, limit))
     for size, context, precision in grid.course:
         if size in wanted_sizes and context in wanted_contexts:
-            parameters = course_parameters(size, context, precision)
+            parameters = step_parameters(size, context, precision, attention="course")
             planned.append(Case("course", parameters, COURSE_PHASES, limit))
     for shape in grid.timelines:
         planned.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))
@@ -128,6 +126,17 @@ def resident(step: Step) -> list[Tensor]:
     return [*step.model.parameters(), *inputs, *gradients(step), *optimizer_state(step)]
 
 
+def _make_state(step: Step, case: Case, phase: str) -> None:
+    """Makes what stays from step to step, before a phase; raises Skip for one without room."""
+    if reason := lacking_room(step.device, case.parameters, phase):
+        raise Skip(reason)
+    if phase == "train_step":
+        # The optimizer's state, watched: on a CPU the size of what a step frees, as a course's
+        # optimizer frees its moments, is known only if it was allocated under watch.
+        measure_usage(step.train_step, step.device.kind)
+    step.model.zero_grad()
+
+
 def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     """Runs a phase once; returns its bytes.
 
@@ -135,15 +144,9 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     counts beside tensors: workspaces of libraries, and what it rounds sizes up to; `made_bytes` of
     what a forward pass leaves.
     """
-    if reason := lacking_room(step.device, case.parameters, phase):
-        raise Skip(reason)
     # Libraries take their workspaces at their first call in each thread.
     step.loss_on(step.tokens[:1, :16], step.targets[:1, :16]).backward()
-    if phase == "train_step":
-        # Makes the optimizer's state, watched: on a CPU the size of what a step frees, as a
-        # course's optimizer frees its moments, is known only if it was allocated under watch.
-        measure_usage(step.train_step, step.device.kind)
-    step.model.zero_grad()
+    _make_state(step, case, phase)
     empty_cache(step.device)
     usage = measure_usage(getattr(step, phase), step.device.kind)
     if phase != "inference" and not torch.isfinite(usage.result):
@@ -180,13 +183,7 @@ def _peak_bytes(step: Step, added: int) -> dict[str, int | None]:
 
 def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     """Records every allocation of a step that is like all later ones."""
-    if reason := lacking_room(step.device, case.parameters, phase):
-        raise Skip(reason)
-    if phase == "train_step":
-        # Makes the optimizer's state, watched: on a CPU the size of what a step frees, as a
-        # course's optimizer frees its moments, is known only if it was allocated under watch.
-        measure_usage(step.train_step, step.device.kind)
-        step.model.zero_grad()
+    _make_state(step, case, phase)
     with Recorder(step.device.kind, resident(step)) as recorder:
 
         def part(name: str) -> contextlib.AbstractContextManager:
@@ -220,18 +217,18 @@ def _categories(step: Step, history: History) -> Callable[[Allocation], str]:
     """
     known = {x.untyped_storage().data_ptr(): "parameters" for x in step.model.parameters()}
     known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in optimizer_state(step)}
-    begin_of = {name: begin for name, begin, _ in history.phases()}
+    begins = {name: begin for name, begin, _ in history.phases()}
+    backward, optimizer = begins.get("backward"), begins.get("optimizer step")
 
     def category(allocation: Allocation) -> str:
         if allocation.begin == BEFORE:
             return known.get(allocation.address, "other")
-        if "backward" in begin_of:
-            is_of_forward = allocation.begin < begin_of["backward"]
-            if is_of_forward and allocation.is_alive(begin_of["backward"] - 1):
-                return "activations"
-            if not is_of_forward and allocation.is_alive(begin_of["optimizer step"] - 1):
-                return "gradients"
-        return "temporary"
+        if backward is None:  # an inference keeps nothing
+            return "temporary"
+        is_forward = allocation.begin < backward
+        if not allocation.is_alive((backward if is_forward else optimizer) - 1):
+            return "temporary"
+        return "activations" if is_forward else "gradients"
 
     return category
 
@@ -255,18 +252,16 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
     config = ModelConfig("", "", d_model, parameters["d_ff"], 1, parameters["num_heads"])
     rotary = RotaryEmbedding(config.d_head, shape[1], config.rope_theta).to(kind)
     if part == "rms_norm":
-        modules = nn.ModuleList([RMSNorm(d_model).to(kind)])
+        modules = nn.ModuleList([RMSNorm(d_model)]).to(kind)
     else:
         num_blocks = 1 if part == "block" else 4
-        modules = nn.ModuleList(Block(config, "eager").to(kind) for _ in range(num_blocks))
+        modules = nn.ModuleList(Block(config, "eager") for _ in range(num_blocks)).to(kind)
     x_BTC = torch.randn(shape, device=kind, requires_grad=True)
     grad_out_BTC = torch.randn(shape, device=kind)
-    plan = (2,) if part.endswith("by_pairs") else ()
-
-    def forward() -> Tensor:
-        if part == "rms_norm":
-            return modules[0](x_BTC)
-        return run_blocks(list(modules), x_BTC, rotary, plan)
+    forward = functools.partial(modules[0], x_BTC)
+    if part != "rms_norm":
+        plan = (2,) if part.endswith("by_pairs") else ()
+        forward = functools.partial(run_blocks, list(modules), x_BTC, rotary, plan)
 
     def results() -> list[Tensor]:
         """Returns the output, and the gradients of the input and the parameters."""

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from labkit import numerics
 from labkit.configs import (
@@ -161,12 +160,11 @@ def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
         for x in tensors:
             dtypes.setdefault(part, {})[str(x.dtype).removeprefix("torch.")] = None
 
-    def loss_of() -> tuple[Tensor, Tensor]:
-        logits = model(inputs)
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits
+    def loss_of(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     with torch.no_grad():
-        loss_fp32, _ = loss_of()
+        loss_fp32 = loss_of(model(inputs))
     note("parameters", *model.parameters())
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList):
@@ -174,7 +172,8 @@ def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
             module.register_forward_hook(lambda *call, part=part: note(f"{part}_output", call[-1]))
     with torch.autocast(device.kind, DTYPES[parameters["autocast"]]):
         live = dtype_name(torch.get_autocast_dtype(device.kind))
-        loss, logits = loss_of()
+        logits = model(inputs)
+        loss = loss_of(logits)
     loss.backward()
     note("logits", logits)
     note("loss", loss)
@@ -236,6 +235,10 @@ def check_loss(step: Step) -> float:
 # ---- operators -----------------------------------------------------------------------------------
 
 
+CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+"""Operators that cast, with the argument that they read."""
+
+
 class OperatorCounter(TorchDispatchMode):
     """Counts the operators that reach the device below autocast, and casts among them; views start
     no kernel.
@@ -250,8 +253,8 @@ class OperatorCounter(TorchDispatchMode):
         if function.is_view or function is torch.ops.aten._unsafe_view.default:
             return result
         self.counts["num_operators"] += 1
-        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            source = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)][-1]
+        if function in CASTS:
+            source = args[CASTS[function]]
             if source.dtype != result.dtype:
                 self.counts["num_casts"] += 1
                 self.counts["cast_bytes"] += source.nbytes + result.nbytes

@@ -32,8 +32,6 @@ from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
 from labkit.monitor import Monitor
 
-__all__ = ["MEASUREMENT_VERSION", "ProfiledCase", "cases", "run_case"]
-
 MEASUREMENT_VERSION = 2
 """2: different kernels have different names."""
 

@@ -35,19 +35,23 @@ power limit so soon: its windows only show that they can be had.
 """
 
 
-def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None = None) -> Runner:
+def section(
+    measure: Callable[..., Measured], live: Callable | None = None, *, is_rated: bool = False
+) -> Runner:
     """Returns the usual runner: `measure` gets (live object, case, phase), and returns the phase's
     measurement.
 
     Args:
         live: context manager of (device, case) around the live object; without it, that is the
             device.
+        is_rated: `measure` gets the session's ceilings too.
     """
 
     def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+        rated = (ceilings,) if is_rated else ()
         with live(device, case) if live else contextlib.nullcontext(device) as subject:
             for phase in case.phases:
-                yield phase, functools.partial(measure, subject, case, phase)
+                yield phase, functools.partial(measure, subject, case, phase, *rated)
 
     return run
 
@@ -88,21 +92,19 @@ class Timed:
         metrics: dict,
         case: dict,
         observed: dict | None = None,
-        samples: dict | None = None,
         *,
         keep: str = "",
     ) -> Measured:
         """Returns a measurement with the timer's own metrics before `metrics`; few times are kept
         under `keep`.
         """
-        samples = dict(samples or {})
-        if keep and self.timing.n <= KEPT_SAMPLES:
-            samples[keep] = list(self.timing.samples_ms)
+        timing = self.timing
+        is_kept = keep and timing.n <= KEPT_SAMPLES
+        samples = {keep: list(timing.samples_ms)} if is_kept else {}
         host_metrics = {"operator_us": self.operator_us} if self.operator_us else {}
-        metrics = {**self.timing.metrics(), **host_metrics, **metrics}
-        return Measured(
-            metrics, case, observed or {}, samples, self.timing.description(), self.telemetry
-        )
+        metrics = {**timing.metrics(), **host_metrics, **metrics}
+        timer = timing.description()
+        return Measured(metrics, case, observed or {}, samples, timer, self.telemetry)
 
 
 def timed(device: Device, timer: Callable[..., Timing], *args: Any, **options: Any) -> Timed:
@@ -153,11 +155,31 @@ def time_once_ms(call: Callable, device_kind: str) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def fractions(rate: float, ceiling: float | None, peak: float | None) -> dict[str, float | None]:
-    """Returns a rate's share of the session's ceiling and of the datasheet's peak, in the same
-    unit.
+def rate_metrics(
+    device: Device,
+    ceilings: dict[str, float],
+    median_ms: float,
+    precision: str,
+    *,
+    peak_precision: str = "",
+    flops: int = 0,
+    num_bytes: int = 0,
+) -> dict:
+    """Returns a call's `flops` or `num_bytes`, its rate, and the rate's shares of the session's
+    ceiling and of the datasheet's peak, which is that of `peak_precision` where that is another.
     """
-    return {
+    peaks = device.peaks
+    if flops:
+        rate = flops / median_ms / 1e9
+        metrics = {"flops": flops, "achieved_tflops": rate}
+        ceiling = ceilings.get(f"gemm {precision}")
+        peak = peaks.tflops(peak_precision or precision) if peaks else None
+    else:
+        rate = num_bytes / median_ms / 1e6
+        metrics = {"num_bytes": num_bytes, "achieved_gb_per_s": rate}
+        ceiling = ceilings.get("copy")
+        peak = peaks.memory_gb_per_s if peaks else None
+    return metrics | {
         "ceiling": ceiling,
         "ceiling_fraction": rate / ceiling if ceiling else None,
         "datasheet_fraction": rate / peak if peak else None,

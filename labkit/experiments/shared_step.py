@@ -43,10 +43,6 @@ NUM_ROUNDS = 2
 """How often the ways of a case are taken in turn."""
 
 
-def _alone(model: nn.Module, **_: Any) -> nn.Module:
-    return model
-
-
 def _fully_shard(
     model: nn.Module, *, compute_dtype: torch.dtype | None, broadcast_buffers: bool
 ) -> nn.Module:
@@ -86,7 +82,7 @@ DDP = partial(DistributedDataParallel, gradient_as_bucket_view=True)
 FSDP = partial(FullyShardedDataParallel, units=(Block,))
 
 WAYS = {
-    "alone": Way(_alone),
+    "alone": Way(lambda model, **_: model),
     "naive": Way(data_parallel.NaiveDataParallel),
     "flat": Way(data_parallel.FlatDataParallel),
     "overlapped": Way(data_parallel.OverlappedDataParallel),

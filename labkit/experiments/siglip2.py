@@ -10,10 +10,11 @@ A step is timed by replaying it from a CUDA graph, call by call, and back to bac
 images of one size; "B" as many patches in images of many sizes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,17 +25,17 @@ from torch.nn.utils.rnn import pad_sequence
 from labkit.configs import SIGLIP2, SIGLIP2_SIZES
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import contest_section, draw, rate_metrics
+from labkit.experiments.contest import contest_section, draw
 from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
 from labkit.experiments.sections import (
-    Runner,
+    rate_metrics,
     run_section,
     section,
     sustained_metrics,
     timed,
     timed_with_peak,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import KERNEL_CLASSES
 from labkit.kernels.attention import FlashAttention3Function, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
@@ -132,6 +133,7 @@ class Batch:
     """
 
     def __init__(self, device: Device, parameters: dict):
+        self.device, self.parameters = device, parameters
         self.config = SIGLIP2_SIZES[parameters["size"]]
         workload, num_images = parameters["workload"], parameters["images"]
         self.grids = draw_grids(workload, num_images, self.config.position_side)
@@ -216,8 +218,8 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
                 module.compile(dynamic=False)
     pixels = pad_sequence(batch.patches.split(batch.sizes.tolist()), batch_first=True)
     inside = (torch.arange(pixels.shape[1]) < batch.sizes[:, None]).to(pixels.device)
-    inputs = {"pixel_values": pixels, "pixel_attention_mask": inside, "spatial_shapes": batch.grids}
     places = inside.flatten().nonzero().squeeze(1)
+    inputs = {"pixel_values": pixels, "pixel_attention_mask": inside, "spatial_shapes": batch.grids}
     return model, lambda: model(**inputs).last_hidden_state.flatten(0, 1)[places]
 
 
@@ -227,21 +229,22 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
 class Work(NamedTuple):
     """What is timed of a case.
 
-    calls: functions of nothing by phase. flops: of a forward pass, 0 where none are counted.
-    is_captured: a CUDA graph can hold them, which read nothing from the device. metrics: known
-    before.
+    device: that it runs on. calls: functions of nothing by phase. flops: of a forward pass, 0 where
+    none are counted. is_captured: a CUDA graph can hold them, which read nothing from the device.
+    metrics: known before.
     """
 
+    device: Device
     calls: dict[str, Callable]
     flops: int = 0
     is_captured: bool = True
     metrics: Mapping[str, float] = {}
 
 
-def _step(batch: Batch, parameters: dict) -> Work:
+def _step(batch: Batch) -> Work:
     """Returns the phases of a step under a way to run the encoder."""
     torch.manual_seed(0)
-    way = parameters["way"]
+    way = batch.parameters["way"]
     model, forward = (_transformers if way.startswith("transformers") else _encoder)(batch, way)
     out = forward()
     if out.shape != batch.grad.shape or not out.isfinite().all():
@@ -266,20 +269,21 @@ def _step(batch: Batch, parameters: dict) -> Work:
     is_captured = way.removesuffix(COMPILED).split(",")[0] in IMPLS[POSITIONS:]
     num_padded = int(batch.sizes.max()) * len(batch.sizes)
     padded_fraction = 1 - len(batch.patches) / num_padded
-    return Work(calls, batch.flops, is_captured, {"padded_fraction": padded_fraction})
+    metrics = {"padded_fraction": padded_fraction}
+    return Work(batch.device, calls, batch.flops, is_captured, metrics)
 
 
-def _products(batch: Batch, parameters: dict) -> Work:
+def _products(batch: Batch) -> Work:
     """Returns the products of all layers, one after another, on tensors of a step's shapes: nothing
     else.
     """
     config, rows, width = batch.config, len(batch.patches), batch.config.d_model
     like = {"device": batch.patches.device, "dtype": batch.patches.dtype}
     weights = [(3 * width, width), (width, width), (config.d_ff, width), (width, config.d_ff)]
-    sets = []
-    for after, before in weights:
-        shapes = ((rows, before), (after, before), (rows, after))
-        sets.append([torch.randn(shape, **like) for shape in shapes])
+    sets = [
+        [torch.randn(shape, **like) for shape in ((rows, before), (after, before), (rows, after))]
+        for after, before in weights
+    ]
 
     def products(phase: str) -> None:
         for _ in range(config.num_layers):
@@ -291,7 +295,7 @@ def _products(batch: Batch, parameters: dict) -> Work:
 
     calls = {phase: functools.partial(products, phase) for phase in PASSES}
     num_weights = config.num_layers * sum(after * before for after, before in weights)
-    return Work(calls, 2 * rows * num_weights)
+    return Work(batch.device, calls, 2 * rows * num_weights)
 
 
 def _module(batch: Batch, module: str, impl: str) -> tuple[Callable, Callable]:
@@ -302,32 +306,22 @@ def _module(batch: Batch, module: str, impl: str) -> tuple[Callable, Callable]:
     x, residual = (value.requires_grad_() for value in values)
     packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
     seed = torch.tensor(0, device=x.device) if model.step >= ATTENTION else None
-    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
-    part, inputs, forward = {
-        "embeddings": (
-            embeddings,
-            [],
-            lambda: (model.embed(batch.patches, batch.grids, packing),),
-        ),
-        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
-        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, packing, seed),)),
-        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
-        "layer": (layer, [x, residual], lambda: layer(x, residual, packing, seed)),
+    forward = {
+        "embeddings": lambda: [model.embed(batch.patches, batch.grids, packing)],
+        "LayerNorm": lambda: add_and_norm(norm, x, residual, model.step)[:2],
+        "attention": lambda: [layer.self_attn(x, None, packing, seed)],
+        "MLP": lambda: [layer.mlp(x, None)],
+        "layer": lambda: layer(x, residual, packing, seed),
     }[module]
-    leaves = [*inputs, *part.parameters()]
     grads = [torch.randn_like(out) for out in forward()]
-    return forward, lambda: torch.autograd.grad(forward(), leaves, grads)
+    # A part reads some of them; of the others there is no gradient to compute.
+    leaves = [x, residual, *model.parameters()]
+    return forward, lambda: torch.autograd.grad(forward(), leaves, grads, allow_unused=True)
 
 
-def _timed_section(make: Callable[[Batch, dict], Work]) -> Runner:
-    """Returns the runner of a section whose calls share what `make` makes."""
-
-    def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-        work = make(Batch(device, case.parameters), case.parameters)
-        for phase in case.phases:
-            yield phase, functools.partial(_measure, device, case, phase, work, ceilings)
-
-    return run
+def _live(make: Callable[[Batch], Work]) -> Callable:
+    """Returns `make` as `section` takes it: of (device, case), in a context."""
+    return lambda device, case: contextlib.nullcontext(make(Batch(device, case.parameters)))
 
 
 def _measure_module(device: Device, case: Case, phase: str) -> Measured:
@@ -335,17 +329,15 @@ def _measure_module(device: Device, case: Case, phase: str) -> Measured:
     module = case.parameters["module"]
     forward, both = _module(Batch(device, case.parameters), module, impl)
     # The embeddings' first implementation reads its grids on the host.
-    work = Work({phase: forward if name == "forward" else both}, is_captured=module != "embeddings")
-    return _measure(device, case, phase, work, {})
+    calls = {phase: forward if name == "forward" else both}
+    return _measure(Work(device, calls, is_captured=module != "embeddings"), case, phase, {})
 
 
-def _measure(
-    device: Device, case: Case, phase: str, work: Work, ceilings: dict[str, float]
-) -> Measured:
+def _measure(work: Work, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
     """Returns a call launched, replayed from a CUDA graph and, of counted FLOPs, run back to
     back.
     """
-    call, precision = work.calls[phase], case.parameters["precision"]
+    device, call, precision = work.device, work.calls[phase], case.parameters["precision"]
     limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
     times, metrics = timed_with_peak(device, time_callable, call, **limits)
     metrics["call_ms"] = times.timing.metrics()["host_median_ms"]
@@ -360,8 +352,8 @@ def _measure(
     return times.measured(metrics | work.metrics, case.parameters, keep="step_ms")
 
 
-def _measure_profile(device: Device, case: Case, phase: str) -> Measured:
-    call = _step(Batch(device, case.parameters), case.parameters).calls[phase]
+def _measure_profile(work: Work, case: Case, phase: str) -> Measured:
+    call = work.calls[phase]
     marker = RangeMarker("kineto")
     for _ in range(2):
         call()
@@ -370,7 +362,7 @@ def _measure_profile(device: Device, case: Case, phase: str) -> Measured:
         with marker(phase):
             call()
 
-    trace = capture_with_kineto(marked, device.kind)
+    trace = capture_with_kineto(marked, work.device.kind)
     table = launches(trace, (phase,), KERNEL_CLASSES)
     table = table[table["phase"] == phase]
     class_ms = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
@@ -415,12 +407,11 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
     size, precision = case.parameters["size"], case.parameters["precision"]
     dtype = DTYPES[precision]
     exact = _results(size, precision, "eager", torch.float64, "cpu")
-    ours, eager = (
-        {name: relative_error(x, exact[name]) for name, x in results.items()}
-        for results in (
-            _results(size, precision, each, dtype, device.kind) for each in (impl, "eager")
-        )
-    )
+    errors = {}
+    for each in (impl, "eager"):
+        results = _results(size, precision, each, dtype, device.kind)
+        errors[each] = {name: relative_error(x, exact[name]) for name, x in results.items()}
+    ours, eager = errors[impl], errors["eager"]
     # The exact gradient of k's bias is zero: softmax does not see it.
     gradients = [x for x in exact if x != "out" and not x.endswith("k_proj.bias")]
     worst = max(gradients, key=lambda name: ours[name] / eager[name])
@@ -437,9 +428,9 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
 
 SECTIONS = {
     **CEILINGS,
-    "floor": _timed_section(_products),
-    "steps": _timed_section(_step),
-    "profile": section(_measure_profile),
+    "floor": section(_measure, _live(_products), is_rated=True),
+    "steps": section(_measure, _live(_step), is_rated=True),
+    "profile": section(_measure_profile, _live(_step)),
     "modules": section(_measure_module),
     "accuracy": section(_measure_accuracy),
     "kernels": contest_section(row_operation),

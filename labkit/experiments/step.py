@@ -5,7 +5,7 @@ phases, called or as one CUDA graph. Most chapters build it, run a phase and fre
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,13 +23,14 @@ from labkit.device import Device
 from labkit.experiments.sections import (
     Timed,
     empty_cache,
-    fractions,
     memory_bytes,
+    rate_metrics,
+    section,
     sustained_metrics,
     time_once_ms,
     timed_with_peak,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import course
 from labkit.kernels.adamw import FusedAdamW
 from labkit.measure.timing import Timing, captured_once, on_capture_stream, time_callable
@@ -82,11 +83,6 @@ def step_parameters(
         "attention": attention,
     }
     return parameters if impl == "eager" else {**parameters, "impl": impl}
-
-
-def course_parameters(size: str, context: int, precision: str) -> dict[str, str | int]:
-    """Returns the parameters of a step of the model as a course writes it."""
-    return step_parameters(size, context, precision, attention="course")
 
 
 @dataclass(frozen=True)
@@ -355,13 +351,6 @@ def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[S
     return contextlib.closing(Step(device, case.parameters))
 
 
-def run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of a training step with the function that measures it."""
-    with open_step(device, case) as step:
-        for phase in case.phases:
-            yield phase, functools.partial(_measure_phase, step, case, phase, ceilings)
-
-
 def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
     device = step.device
     function = getattr(step, phase, None)
@@ -379,8 +368,12 @@ def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float
         metrics |= graph_metrics
     else:
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
-    metrics |= _rates(device, case, phase, function, times, ceilings)
+    metrics |= _rates(step, case, phase, function, times, ceilings)
     return times.measured(metrics, step.described(), keep="step_ms")
+
+
+run_steps = section(_measure_phase, open_step, is_rated=True)
+"""Runs the phases of a training step, as notebooks 01 and 05 take it into their sections."""
 
 
 def _time_first_call(step: Step) -> Timing:
@@ -394,47 +387,36 @@ def _time_first_call(step: Step) -> Timing:
 
 
 def _rates(
-    device: Device,
+    step: Step,
     case: Case,
     phase: str,
     function: Callable[[], object] | None,
     times: Timed,
     ceilings: dict[str, float],
 ) -> dict[str, float | None]:
-    """Returns the rates of a phase that took `times`, as fractions of the session's
-    ceilings and of the datasheet's peaks too; of a phase in `case.sustained` also those of
-    `function` called back to back.
+    """Returns the rates of a phase that took `times`, as `rate_metrics`; of a phase in
+    `case.sustained` also those of `function` called back to back.
     """
     if phase == "compile":
         return {}
-    parameters = case.parameters
-    peaks = device.peaks
-    config = model_config(parameters["size"])
-    seconds = times.timing.median_ms * 1e-3
+    config = step.model.config
+    precision = step.precision.removesuffix("_pure")  # of the matrix products
+    against = (step.device, ceilings, times.timing.median_ms, precision)
     if phase == "optimizer_step":
-        rate = accounting.optimizer_step_bytes(config) / seconds / 1e9
-        peak = peaks.memory_gb_per_s if peaks else None
-        return {"achieved_gb_per_s": rate} | fractions(rate, ceilings.get("copy"), peak)
-    precision = parameters["precision"].removesuffix("_pure")  # of the matrix products
-    batch = parameters["batch"]
-    context = parameters["context"]
+        metrics = rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
+        del metrics["num_bytes"]  # a closed form, and never measured
+        return metrics
+    shape = step.tokens.shape
     counted = "train_step" if phase == "graph_step" else phase
     flops, flops_causal = (
-        accounting.phase_flops(config, batch, context, counted, causal=causal)
-        for causal in (False, True)
+        accounting.phase_flops(config, *shape, counted, causal=causal) for causal in (False, True)
     )
-    rate = flops / seconds / 1e12
-    metrics = {
-        "flops": flops,
-        "flops_causal": flops_causal,
-        "achieved_tflops": rate,
-        "tokens_per_s": batch * context / seconds,
-    }
-    peak = peaks.tflops(precision) if peaks else None
-    metrics |= fractions(rate, ceilings.get(f"gemm {precision}"), peak)
+    metrics = rate_metrics(*against, flops=flops)
+    metrics["flops_causal"] = flops_causal
+    metrics["tokens_per_s"] = step.tokens.numel() / (times.timing.median_ms * 1e-3)
     if phase in case.sustained:
         ceiling = ceilings.get(f"sustained gemm {precision}")
-        metrics |= sustained_metrics(device, times, function, flops=flops, ceiling=ceiling)
+        metrics |= sustained_metrics(step.device, times, function, flops=flops, ceiling=ceiling)
     return metrics
 
 

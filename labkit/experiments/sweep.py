@@ -508,8 +508,11 @@ class Session:
         missing = []
         for case in cases:
             nothing = Measured({}, case.parameters)
-            keys = {phase: self._record(case, phase, nothing).resume_key() for phase in case.phases}
-            phases = tuple(phase for phase in case.phases if keys[phase] not in recorded)
+            phases = tuple(
+                phase
+                for phase in case.phases
+                if self._record(case, phase, nothing).resume_key() not in recorded
+            )
             if phases:
                 missing.append(replace(case, phases=phases))
         return missing
@@ -625,30 +628,21 @@ DEFAULT_S = 2.0
 """Expected of a phase whose section no device has recorded."""
 
 
-def _section_seconds(path: Path) -> dict[str, float]:
-    """Returns how long a phase of each section took: the mean gap between the records of a
-    session.
-    """
-    gaps: dict[str, list[float]] = {}
-    records = RecordStore(path).load()
-    for before, record in pairwise(records):
-        if before.session == record.session and before.recorded_at and record.recorded_at:
-            begin, end = (
-                datetime.datetime.fromisoformat(one.recorded_at) for one in (before, record)
-            )
-            gaps.setdefault(record.section, []).append((end - begin).total_seconds())
-    return {section: statistics.mean(values) for section, values in gaps.items()}
-
-
 @cache
 def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
     """Returns what a phase of each section of a notebook took on the reference device, or on a CPU
-    that was measured; {} where nothing is at hand.
+    that was measured: the mean gap between the records of a session; {} where nothing is at hand.
     """
     pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
-    for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl")):
-        return _section_seconds(path)
-    return {}
+    gaps: dict[str, list[float]] = {}
+    for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl"))[:1]:
+        for before, record in pairwise(RecordStore(path).load()):
+            if before.session == record.session and before.recorded_at and record.recorded_at:
+                begin, end = map(
+                    datetime.datetime.fromisoformat, (before.recorded_at, record.recorded_at)
+                )
+                gaps.setdefault(record.section, []).append((end - begin).total_seconds())
+    return {section: statistics.mean(values) for section, values in gaps.items()}
 
 
 def expected_seconds(session: Session, case: Case) -> float:

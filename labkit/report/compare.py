@@ -27,7 +27,8 @@ from labkit.records import (
 )
 from labkit.report import figures, tables, verdicts
 from labkit.report import page as html
-from labkit.report.chapter import Chapter, Chapters, chapters_of, commits_of, dates_of, torch_of
+from labkit.report.card import first_of
+from labkit.report.chapter import Chapters, chapters_of, commits_of, dates_of, torch_of
 from labkit.report.facts import LEAST_MS, case_name
 from labkit.report.frame import Row, mark, select
 from labkit.report.text import count, gib, listing, number, span, times
@@ -73,10 +74,6 @@ def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Chap
     return chapters
 
 
-def _first(chapters: Chapters) -> Chapter:
-    return next(iter(chapters.values()))
-
-
 def _values(row: Row) -> dict[str, str]:
     """Returns by kind the column that holds a measured row's value."""
     values: dict[str, str] = {}
@@ -102,10 +99,11 @@ def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Row]:
             if is_roof:
                 row = _of_one_unit(row)
             case = json.dumps(record.case, sort_keys=True)
-            version = {"measurement_version": record.measurement_version}
-            measurements[name, record.section, case, record.phase] = (
-                row | version | {"case": record.case}
-            )
+            measurements[name, record.section, case, record.phase] = row | {
+                "measurement_version": record.measurement_version,
+                "case": record.case,
+                "values": _values(row),
+            }
     return measurements
 
 
@@ -130,8 +128,7 @@ def _difference(chapter: str, base: Row, other: Row) -> str:
         is_roof = base["section"] == SESSION_SECTION
         if isinstance(value, int) and not is_roof and other["observed"].get(name, value) != value:
             return f"{where}: {name} differs"
-    kinds = _values(base)
-    other_kinds = _values(other)
+    kinds, other_kinds = base["values"], other["values"]
     if kinds and not kinds.keys() & other_kinds.keys():
         return f"{where}: {listing(kinds)} against {listing(other_kinds)}"
     return ""
@@ -140,15 +137,14 @@ def _difference(chapter: str, base: Row, other: Row) -> str:
 def _ratios(base: Row, other: Row) -> list[dict]:
     """Returns a row of `Comparison.common` for each kind of value that both have."""
     rows = []
-    others = _values(other)
-    for kind, value in _values(base).items():
-        if kind not in others:
-            continue
-        ratio = verdicts.ratio(base, other, value, others[kind])
-        row = {"kind": kind, "base": base[value], "other": other[others[kind]]}
-        row |= {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high}
-        row |= {"verdict": ratio.verdict}
-        rows.append(row | {"mark": mark(base, value) or mark(other, others[kind])})
+    for kind, value in base["values"].items():
+        other_value = other["values"].get(kind)
+        if other_value:
+            ratio = verdicts.ratio(base, other, value, other_value)
+            row = {"kind": kind, "base": base[value], "other": other[other_value]}
+            row |= {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high}
+            marked = mark(base, value) or mark(other, other_value)
+            rows.append(row | {"verdict": ratio.verdict, "mark": marked})
     return rows
 
 
@@ -169,11 +165,11 @@ class Comparison:
     """
 
     def __init__(self, base: Chapters, other: Chapters):
-        self.base = _first(base).asked_device
-        self.other = _first(other).asked_device
+        self.base = first_of(base).asked_device
+        self.other = first_of(other).asked_device
         if self.other == self.base:
             # A device measured twice: the second is named by the folder that it lies in.
-            self.other += f" in {_first(other).folder.parent.name}"
+            self.other += f" in {first_of(other).folder.parent.name}"
         self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
         ours = _measurements(base)
         theirs = _measurements(other)
@@ -403,7 +399,7 @@ def others(chapters: Chapters, root: Path) -> str:
     """Returns the section of a report on the other devices in `root` of its kind, "" where there is
     none: how much slower a CPU is than a GPU, on a smoke test's few rows, is no finding.
     """
-    first = _first(chapters)
+    first = first_of(chapters)
     base = first.asked_device
     lines = []
     for name in measured_devices(root):
@@ -411,7 +407,7 @@ def others(chapters: Chapters, root: Path) -> str:
             continue
         try:
             other = side(name, root)
-            if _first(other).device_kind != first.device_kind:
+            if first_of(other).device_kind != first.device_kind:
                 continue
             rows = Comparison(chapters, other).common
         except (RequestError, RecordError):  # `labkit compare` says what is wrong with it
