@@ -34,6 +34,27 @@ def attention(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = 
     return softmax(scores_BHQK) @ v_BHKD
 
 
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients by q, k and v, the scores computed again from what a forward kernel
+    keeps.
+
+    Args:
+        q, k, v, out, grad_out: (..., length, D); lse: (..., length), log Σ exp of the scores, fp32.
+    """
+    scale = q.shape[-1] ** -0.5
+    scores = scale * (q @ k.mT)
+    if causal:
+        num_queries, num_keys = scores.shape[-2:]
+        is_visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+        scores = torch.where(is_visible.tril(num_keys - num_queries), scores, -math.inf)
+    weights = torch.exp(scores - lse[..., None])
+    row_sums = (out * grad_out).sum(-1, keepdim=True)
+    grad_scores = (scale * weights * (grad_out @ v.mT - row_sums)).to(q.dtype)
+    return grad_scores @ k, grad_scores.mT @ q, weights.to(q.dtype).mT @ grad_out
+
+
 def silu(x: Tensor) -> Tensor:
     """Returns x · sigmoid(x)."""
     return x * torch.sigmoid(x)
