@@ -21,7 +21,8 @@ What a function must be, by operation:
 - model: a class or function that makes a Module, C(vocab_size=…, context_length=…, d_model=…,
   num_layers=…, num_heads=…, d_ff=…, rope_theta=…), of logits (batch, context, vocabulary) from
   tokens (batch, context). Its number of parameters is that of untied embeddings, no biases and a
-  gated feed-forward layer; its results are held to a copy of itself, and so it has no dropout.
+  gated feed-forward layer; its results are held to a copy of itself, in fp64 where its kernels
+  take that, and so it has no dropout.
 - data_parallel: a class, C(module), that is called as the module is. Its method
   finish_gradient_synchronization(), where it has one, is called after each backward pass, and its
   argument bucket_size_mb, where it has one, is 100. Gradients must be averages over the ranks.
@@ -64,7 +65,6 @@ from labkit.experiments.contest import (
     ContestCase,
     Implementation,
     contest_section,
-    spread,
 )
 from labkit.experiments.operations import (
     DEFINITIONS,
@@ -246,8 +246,7 @@ def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
     if not deviation <= LARGEST_DEVIATION:
         raise Refused(f"its gradients are not the ranks' averages, but {deviation:.2g} off")
     measured = distributed.measured_step(case, ranks)
-    metrics = measured.metrics | spread(measured.samples["step_ms"])
-    metrics["budget_fraction"] = deviation / LARGEST_DEVIATION
+    metrics = measured.metrics | {"budget_fraction": deviation / LARGEST_DEVIATION}
     ours_ms = map(max, zip(*(rank["ours_ms"] for rank in ranks), strict=True))
     metrics["ratio_to_ours"] = metrics["median_ms"] / statistics.median(ours_ms)
     return replace(measured, case=case.parameters | measured.case, metrics=metrics)
@@ -400,7 +399,11 @@ def bench(
     records = session.store.load()
     frame = to_frame(x for x in records if (x.session, x.section) == (session.id, section))
     frame[["implementation", "pass"]] = frame.pop("phase").str.split(" ", expand=True).values
-    return frame.reindex(columns=COLUMNS).sort_values(["pass", "median_ms"], ignore_index=True)
+    frame = frame.reindex(columns=COLUMNS)
+    itself = "the ranks' average" if op == "data_parallel" else "a copy of itself"
+    held_to = frame["relative_error"].notna().map({True: "fp64", False: itself})
+    frame["held_to"] = held_to.where(frame["status"] == "ok")
+    return frame.sort_values(["pass", "median_ms"], ignore_index=True)
 
 
 COLUMNS = [
@@ -415,6 +418,8 @@ COLUMNS = [
     "ratio_to_ours_high",
     "ceiling_fraction",
     "budget_fraction",
+    "relative_error",
+    "held_to",
     "disturbed",
     "reason",
 ]

@@ -15,8 +15,8 @@ import gc
 import importlib
 import math
 import secrets
-import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +67,12 @@ LARGEST_CACHE = 2**28
 CEILING_MARGIN = 2
 """How much faster than the session's ceiling a call may be: on a busy machine that is too low. None
 is ever faster than the datasheet.
+"""
+
+MAX_WRONG_ROUNDS = 1
+"""While a phase is timed: chance may take one result out of its budget. Of 1,500 draws of attention
+from plain bf16 operators, over 256 keys, three were beyond it, by a tenth at most. What is not
+computed while it is timed is wrong in every round.
 """
 
 LATE_S = 0.3
@@ -182,26 +188,22 @@ class Operation:
         inputs = [*self.inputs.values()]
         return [by_formula(formula, inputs, self.grad_outs) for formula in formulas]
 
-    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
-        """Returns the verdicts on the outputs ("forward") or the gradients (another pass) of an
-        implementation, whichever that is.
-
-        Raises AssertionError for a wrong one.
+    def references(self, name: str, impl: str) -> list[Tensors]:
+        """Returns the outputs ("forward") or the gradients (another pass) that an implementation
+        is held to, in fp64 and as eager gives them.
         """
-        is_gradient = name != "forward"
-        names = [f"d{each}" for each in self.inputs] if is_gradient else ["out"] * len(values)
-        return self.compared(names, values, *(results[is_gradient] for results in self.expected))
+        return [results[name != "forward"] for results in self.expected]
 
-    def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
-        """Returns the worst of the verdicts; raises as `verdicts`."""
-        return max(self.verdicts(name, values, impl), key=lambda verdict: verdict.budget_fraction)
+    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
+        """Returns the verdicts on what a pass of an implementation gave.
 
-    def compared(
-        self, names: Sequence[str], values: Tensors, exact: Tensors, eager: Tensors
-    ) -> list[numerics.Verdict]:
-        """Returns the verdicts on tensors by the names of `terms`; raises as `verdicts`."""
+        Raises AssertionError for a wrong result.
+        """
+        names = ["out"] * len(values)
+        if name not in ("forward", "step"):
+            names = [f"d{each}" for each in self.inputs] or ["gradient"] * len(values)
         verdicts = []
-        for key, *tensors in zip(names, values, exact, eager, strict=True):
+        for key, *tensors in zip(names, values, *self.references(name, impl), strict=True):
             # A vector is one row as a gradient, and a number of each row as an output.
             shape = (-1, 1) if key == "out" else (1, -1)
             rows = (x if x.dim() > 1 else x.reshape(shape) for x in tensors)
@@ -209,6 +211,10 @@ class Operation:
             options = {"dtype": self.dtype, "num_terms": self.terms[key]}
             verdicts.append(numerics.judge(key, *rows, **options))
         return verdicts
+
+    def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
+        """Returns the worst of the verdicts; raises as `verdicts`."""
+        return max(self.verdicts(name, values, impl), key=lambda verdict: verdict.budget_fraction)
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
         """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
@@ -219,7 +225,7 @@ class Operation:
         """Returns what is advanced between the rounds of a timing."""
         return range(num_rounds)
 
-    def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
+    def confirm(self, phase: str, metrics: dict) -> None:
         """Raises Refused for a time that cannot be trusted; here all can."""
 
 
@@ -229,11 +235,11 @@ class Watched(Operation):
 
     Attributes:
         kept: the last outputs by (implementation, pass); a CUDA graph writes them again.
-        refused: phases that were wrong while they were timed.
+        num_wrong: rounds after which the result of a phase was wrong.
     """
 
     kept: dict[tuple[str, str], Tensors] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
+    num_wrong: Counter = field(default_factory=Counter)
     is_in_place = False
     """Whether a call goes on from what the one before it left, and returns that."""
 
@@ -329,18 +335,14 @@ class Watched(Operation):
                 try:
                     self.worst(impl, name, values)
                 except AssertionError:
-                    self.refused.add(f"{impl} {name}")
+                    self.num_wrong[f"{impl} {name}"] += 1
         self.kept.clear()
 
-    def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
-        """Adds the mean and the standard deviation of the times to the metrics.
-
-        Raises Refused for a phase that was wrong while it was timed, or faster than can be.
-        """
-        metrics |= spread(timing.samples_ms)
+    def confirm(self, phase: str, metrics: dict) -> None:
+        """Raises Refused for a phase that was wrong while it was timed, or faster than can be."""
         if metrics.get("num_bytes", math.inf) < LARGEST_CACHE:
             metrics |= {"ceiling_fraction": None, "datasheet_fraction": None}
-        if phase in self.refused:
+        if self.num_wrong[phase] > MAX_WRONG_ROUNDS:
             raise Refused("its outputs are wrong, or not written, while it is timed")
         if (metrics["ceiling_fraction"] or 0) > CEILING_MARGIN:
             raise Refused("its time is below the roofline's floor")
@@ -425,11 +427,6 @@ def attention_formula(
     return torch.cat(blocks, dim=-2)
 
 
-def spread(samples_ms: Sequence[float]) -> dict[str, float]:
-    """Returns the metrics that a course asks of times: their mean and standard deviation."""
-    return {"mean_ms": statistics.fmean(samples_ms), "std_ms": statistics.stdev(samples_ms)}
-
-
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in tensors}
 
@@ -492,7 +489,7 @@ def contest(
     def measure(phase: str, timed: Timed, metrics: dict) -> Measured:
         impl, name = phase.split(" ")
         metrics = operation.rates(name, timed.timing.median_ms, ceilings) | metrics
-        operation.confirm(phase, timed.timing, metrics)
+        operation.confirm(phase, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
             call, flops = operation.call(impl, name), metrics["flops"]

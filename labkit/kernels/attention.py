@@ -11,7 +11,7 @@
 | fa3 | FlashAttention-3, out of an installed xformers |
 | fa3_deterministic | the same, its gradients added in a fixed order, as ours are |
 | tiled, triton, gluon, auto | `flash_attention`; `resolve_impl` says which one auto is |
-| triton_compiled | the forward kernel of triton, and backward as a course has it: `course`, compiled |
+| triton_compiled | forward as triton, backward by `course.attention_backward`, compiled |
 | triton_ieee, triton_tf32 | as triton, fp32 products on the CUDA cores or as one of TF32 |
 
 A rival is imported when it is first asked for. What cannot run raises; nothing stands in for it.
