@@ -39,7 +39,6 @@ from labkit.kernels.reference import attention_reference
 from labkit.measure import timing as timer
 from labkit.measure.timing import (
     Comparison,
-    Timing,
     compare,
     on_capture_stream,
     synchronize,

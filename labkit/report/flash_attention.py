@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import published
+from labkit.configs import PASSES
 from labkit.report import facts, figures
 from labkit.report.frame import ok_rows, select, usable
 
@@ -32,6 +33,13 @@ PUBLISHED = {
     "e2e_pytorch_ms": "compiled forward_backward",
 }
 """What stands beside a published time."""
+
+ASKED = {
+    "precision": ["bf16", "fp32"],
+    "d_head": [16, 32, 64, 128],
+    "length": [2**n for n in range(7, 17)],
+}
+"""Cases of a course's table, one causal head."""
 
 NAMES = {"seq_len": "length", "d_model": "d_head", "float32": "fp32", "bfloat16": "bf16"}
 
@@ -99,6 +107,24 @@ def rates(rivals: pd.DataFrame) -> Figure | None:
         axis.invert_yaxis()
     figures.finish(figure)
     return figure
+
+
+def flash_benchmarking(speed: pd.DataFrame) -> pd.DataFrame:
+    """Returns the table that a course asks for: by pass milliseconds of PyTorch's formula and of
+    our Triton kernels, and the first over the second; why there is none where there is none.
+    """
+    cases = pd.MultiIndex.from_product(ASKED.values(), names=ASKED)
+    table = pd.DataFrame(index=cases)
+    for name in PASSES:
+        sides = {}
+        for impl in ("eager", "triton"):
+            rows = select(speed, **ASKED, phase=f"{impl} {name}").set_index(list(ASKED))
+            sides[impl] = rows.reindex(cases)
+            states = sides[impl]["status"].fillna("not measured")
+            times = sides[impl]["median_ms"].map("{:.6g}".format)
+            table[f"{name} {impl} ms"] = times.where(states == "ok", states)
+        table[f"{name} ratio"] = sides["eager"]["median_ms"] / sides["triton"]["median_ms"]
+    return table.reset_index()
 
 
 def published_times(speed: pd.DataFrame) -> pd.DataFrame:
