@@ -89,10 +89,9 @@ __all__ = ["MEASUREMENT_VERSION", "bench", "ceiling_rates", "run_case"]
 MEASUREMENT_VERSION = 1
 
 WRAPPERS = ("ours", "alone", "naive", "flat", "overlapped", "ddp")
-"""Ways of chapter 07 to share out a step, ours with buckets of 100 MB."""
 
 RIVALS = IMPLEMENTATIONS | {"data_parallel": dict.fromkeys(WRAPPERS)}
-"""By operation and name."""
+"""By operation and name; of data_parallel ways of chapter 07, ours with buckets of 100 MB."""
 
 # The first kernel is a lesson, and its case is given in other words.
 OPERATIONS = [name for name in RIVALS if name != "weighted_sum"]
@@ -308,8 +307,8 @@ class OwnSession(BenchSession):
         for case in chapter:
             parameters = case.parameters
             phases = case.phases
-            is_in_turn = parameters.get("timed", IN_TURN) == IN_TURN
-            is_joined = parameters.get("operation", "attention") == operation and is_in_turn
+            is_joined = parameters.get("operation", "attention") == operation
+            is_joined &= parameters.get("timed", IN_TURN) == IN_TURN
             if case.section in OWN_SECTIONS and is_joined:
                 if "impl" in parameters:
                     parameters = parameters | {"impl": entrant.label}
@@ -359,8 +358,8 @@ def bench(
     if multiprocessing.parent_process():
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
     _check("operation", op, OPERATIONS)
-    is_fp32_only = op in ("adamw", "optimizer")
-    _check(f"precision of {op}", precision, ("fp32",) if is_fp32_only else ("fp32", "bf16"))
+    precisions = ("fp32",) if op in ("adamw", "optimizer") else ("fp32", "bf16")
+    _check(f"precision of {op}", precision, precisions)
     if warmup < 1 or steps < 2:
         raise RequestError(f"{warmup} warm-up calls and {steps} steps; accepted: from 1, from 2")
     rivals = dict.fromkeys((against or USUAL.get(op, "eager,compiled,ours")).split(","))

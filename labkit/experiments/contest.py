@@ -485,8 +485,8 @@ def contest(
     pass.
     """
 
-    def measure(phase: str, timed: Timed, metrics: dict) -> Measured:
-        impl, name = phase.split(" ")
+    def measure(impl: str, name: str, timed: Timed, metrics: dict) -> Measured:
+        phase = f"{impl} {name}"
         metrics = operation.rates(name, timed.timing.median_ms, ceilings) | metrics
         operation.confirm(phase, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
@@ -518,10 +518,9 @@ def contest(
                 if impl in impls:
                     # It ends the process; the next goes on.
                     yield f"{impl} {name}", functools.partial(_raise, error)
-        times = time_in_turn(operation, case, name, impls, [*verdicts])
-        for impl, (timed, metrics) in times.items():
+        for impl, timed, metrics in time_in_turn(operation, case, name, impls, verdicts):
             metrics |= verdicts[impl].metrics()
-            yield f"{impl} {name}", functools.partial(measure, f"{impl} {name}", timed, metrics)
+            yield f"{impl} {name}", functools.partial(measure, impl, name, timed, metrics)
 
 
 def _raise(error: Exception):
@@ -533,10 +532,10 @@ def time_in_turn(
     case: ContestCase,
     name: str,
     impls: Sequence[str],
-    judged: Sequence[str],
-) -> dict[str, tuple[Timed, dict]]:
-    """Returns the times of one pass, and metrics beside them; the implementations are timed in turn
-    with a baseline that has been judged.
+    judged: Iterable[str],
+) -> list[tuple[str, Timed, dict]]:
+    """Returns the times of one pass by implementation, and metrics beside them; they are timed in
+    turn with a baseline that has been judged.
     """
     # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not
     # be searched each time, which takes longer than most samplings.
@@ -549,11 +548,10 @@ def time_in_turn(
     round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
     max_rounds = MAX_RANKING_ROUNDS if case.is_ranking else MAX_ROUNDS
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * case.time_limit_s / round_ms)))
-    num_rounds = operation.num_rounds or num_rounds
     with Monitor(kind) as monitor:
         reference = operation.baseline if has_baseline else impls[0]
-        comparison = _compared(operation, calls, reference, num_rounds)
-    times = {}
+        comparison = _compared(operation, calls, reference, operation.num_rounds or num_rounds)
+    times = []
     for impl in impls:
         metrics = {}
         if has_baseline:
@@ -568,7 +566,7 @@ def time_in_turn(
             if case.is_ranking:
                 flushed = time_callable(calls[impl], method="flush", **limits)
                 metrics["flush_median_ms"] = flushed.median_ms
-        times[impl] = Timed(comparison.timings[impl], dict(monitor.summary)), metrics
+        times.append((impl, Timed(comparison.timings[impl], dict(monitor.summary)), metrics))
     return times
 
 

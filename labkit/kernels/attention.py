@@ -112,7 +112,12 @@ def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str 
     if impl in FA3:
         return _fa3_reason(q)
     if impl in OURS:
-        return _our_reason(q, impl)
+        if "precision" in OURS[impl] and q.dtype != torch.float32:
+            return f"{impl} is about products of torch.float32; got {q.dtype}"
+        try:
+            labkit_flash.resolve_impl(q, OURS[impl]["impl"])
+        except ValueError as error:
+            return str(error)
     if impl == "flex" and not q.is_cuda:
         return f"FlexAttention has no backward pass on {q.device.type}"
     return None
@@ -128,17 +133,6 @@ def _with_heads(impl: str, *tensors: Tensor) -> list[Tensor]:
 
 
 # ---- ours ----------------------------------------------------------------------------------------
-
-
-def _our_reason(q: Tensor, impl: str) -> str | None:
-    options = OURS[impl]
-    if "precision" in options and q.dtype != torch.float32:
-        return f"{impl} is about products of torch.float32; got {q.dtype}"
-    try:
-        labkit_flash.resolve_impl(q, options["impl"])
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 class CompiledBackwardFunction(torch.autograd.Function):
