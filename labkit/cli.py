@@ -480,8 +480,8 @@ def plan(
     vocabulary: DimensionOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Say before it is run whether a training step with AdamW fits, how long it takes and what
-    bounds it.
+    """Say before it is run whether a training step with AdamW fits, how long it takes, what bounds
+    it and how many joules it takes.
     """
     from labkit.configs import model_config
     from labkit.report import plan as report

@@ -269,14 +269,9 @@ BOUND = {
 better what they were not fitted to.
 """
 
-OF_A_WAY = {
-    "scores": "elementwise",
-    "elementwise": "elementwise",
-    "AdamW": "AdamW",
-    "kernels' begin and end": "kernels' begin and end",
-}
-"""The parts that a way of running the step changes, each with the name of its factor; the products
-stay the same.
+OF_A_WAY = ["scores", "elementwise", "AdamW", "kernels' begin and end"]
+"""The parts that a way of running the step changes, each by a factor; the products stay the
+same.
 """
 
 
@@ -352,11 +347,14 @@ def _steps(
         way = _way(row)
         if not way or row["precision"] not in PRECISIONS:
             continue
-        setting = _setting(row, way)
-        case = f"{setting.config.name}, {setting.context:,}, {setting.precision}"
-        step = {"setting": setting, "way": way, "case": case, "device": chapter.device}
-        keys = {name: row[name] for name in ("size", "context")}
-        steps.append(step | keys | {"measured": row[value]})
+        step = {
+            "setting": _setting(row, way),
+            "case": f"{row['size']}, {row['context']:,}, {row['precision']}",
+            "way": way,
+            "device": chapter.device,
+            "measured": row[value],
+        }
+        steps.append(step | {name: row[name] for name in ("size", "context")})
     return steps
 
 
@@ -433,11 +431,9 @@ def fitted(measured: pd.DataFrame, way: str = "eager") -> dict[str, float]:
         for step in zip(alike["setting"], alike["roofs"], strict=True)
     )
     parts = parts.div(alike["measured"].to_numpy(), axis=0)
-    own = parts[list(OF_A_WAY)].T.groupby(OF_A_WAY).sum().T
+    own = parts[OF_A_WAY]
     factors = _least_squares(own, 1 - (parts["in all"] - own.sum(axis=1)).to_numpy())
-    return {
-        part: value * factors.get(OF_A_WAY.get(part), 1.0) for part, value in coefficients.items()
-    }
+    return {part: value * factors.get(part, 1.0) for part, value in coefficients.items()}
 
 
 def _least_squares(rows: pd.DataFrame, target: np.ndarray) -> dict[str, float]:
