@@ -585,14 +585,12 @@ IMPLEMENTATIONS["adamw"] = IMPLEMENTATIONS["optimizer"]
 def watched(device: Device, parameters: dict) -> Watched:
     """Returns the operation of a case, which is attention where it names none."""
     operation = parameters.get("operation", "attention")
-    implementations = IMPLEMENTATIONS[operation]
-    given = {"implementations": implementations, "baseline": "ours", "inputs": {}, "formula": None}
-    given |= {"device": device, "precision": parameters["precision"]}
+    given = {"implementations": IMPLEMENTATIONS[operation], "baseline": "ours", "inputs": {}}
+    given |= {"formula": None, "device": device, "precision": parameters["precision"]}
     if operation == "model":
         sizes = {name: parameters[name] for name in MODEL}
         config = ModelConfig("bench", "a case's", **sizes)
-        batch = parameters["batch"]
-        context = parameters["context_length"]
+        batch, context = parameters["batch"], parameters["context_length"]
         shape = batch, context, config.vocab_size
         return Model(
             **given,

@@ -46,10 +46,7 @@ SDPA_BACKENDS = {
 }
 FA3 = ("fa3", "fa3_deterministic")
 OURS = {
-    "tiled": {"impl": "tiled"},
-    "triton": {"impl": "triton"},
-    "gluon": {"impl": "gluon"},
-    "auto": {"impl": "auto"},
+    **{name: {"impl": name} for name in ("tiled", "triton", "gluon", "auto")},
     "triton_compiled": {"impl": "triton"},
     "triton_ieee": {"impl": "triton", "precision": "ieee"},
     "triton_tf32": {"impl": "triton", "precision": "tf32"},

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from labkit import published
 from labkit.configs import PASSES
 from labkit.report import facts, figures
-from labkit.report.frame import ok_rows, select, usable
+from labkit.report.frame import cell, ok_rows, select, usable
 
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 IMPLS = {
@@ -33,13 +33,6 @@ PUBLISHED = {
     "e2e_pytorch_ms": "compiled forward_backward",
 }
 """What stands beside a published time."""
-
-ASKED = {
-    "precision": ["bf16", "fp32"],
-    "d_head": [16, 32, 64, 128],
-    "length": [2**n for n in range(7, 17)],
-}
-"""Cases of a course's table, one causal head."""
 
 NAMES = {"seq_len": "length", "d_model": "d_head", "float32": "fp32", "bfloat16": "bf16"}
 
@@ -110,20 +103,17 @@ def rates(rivals: pd.DataFrame) -> Figure | None:
 
 
 def flash_benchmarking(speed: pd.DataFrame) -> pd.DataFrame:
-    """Returns the table that a course asks for: by pass milliseconds of PyTorch's formula and of
-    our Triton kernels, and the first over the second; why there is none where there is none.
+    """Returns the table that a course asks for: milliseconds of PyTorch's formula and of our Triton
+    kernels, and their ratio, by pass; a status, or "not measured", where there is no time.
     """
-    cases = pd.MultiIndex.from_product(ASKED.values(), names=ASKED)
-    table = pd.DataFrame(index=cases)
+    phases = [f"{impl} {name}" for name in PASSES for impl in ("eager", "triton")]
+    rows = select(speed, phase=phases, precision=["bf16", "fp32"], d_head=[16, 32, 64, 128])
+    rows = rows.assign(text=rows.apply(cell, axis=1))
+    table = rows.pivot(index=["precision", "d_head", "length"], columns="phase")
+    times = table["median_ms"].reindex(columns=phases)
+    table = table["text"].reindex(columns=phases).fillna("not measured")
     for name in PASSES:
-        sides = {}
-        for impl in ("eager", "triton"):
-            rows = select(speed, **ASKED, phase=f"{impl} {name}").set_index(list(ASKED))
-            sides[impl] = rows.reindex(cases)
-            states = sides[impl]["status"].fillna("not measured")
-            times = sides[impl]["median_ms"].map("{:.6g}".format)
-            table[f"{name} {impl} ms"] = times.where(states == "ok", states)
-        table[f"{name} ratio"] = sides["eager"]["median_ms"] / sides["triton"]["median_ms"]
+        table[f"{name} ratio"] = times[f"eager {name}"] / times[f"triton {name}"]
     return table.reset_index()
 
 

@@ -269,9 +269,14 @@ BOUND = {
 better what they were not fitted to.
 """
 
-OF_A_WAY = ["scores", "elementwise", "AdamW", "kernels' begin and end"]
-"""The parts that a way of running the step changes, each by a factor; the products stay the
-same.
+OF_A_WAY = {
+    "scores": "elementwise",
+    "elementwise": "elementwise",
+    "AdamW": "AdamW",
+    "kernels' begin and end": "kernels' begin and end",
+}
+"""The parts that a way of running the step changes, each with the name of its factor; the products
+stay the same.
 """
 
 
@@ -431,9 +436,11 @@ def fitted(measured: pd.DataFrame, way: str = "eager") -> dict[str, float]:
         for step in zip(alike["setting"], alike["roofs"], strict=True)
     )
     parts = parts.div(alike["measured"].to_numpy(), axis=0)
-    own = parts[OF_A_WAY]
+    own = parts[list(OF_A_WAY)].T.groupby(OF_A_WAY).sum().T
     factors = _least_squares(own, 1 - (parts["in all"] - own.sum(axis=1)).to_numpy())
-    return {part: value * factors.get(part, 1.0) for part, value in coefficients.items()}
+    return {
+        part: value * factors.get(OF_A_WAY.get(part), 1.0) for part, value in coefficients.items()
+    }
 
 
 def _least_squares(rows: pd.DataFrame, target: np.ndarray) -> dict[str, float]:
@@ -634,7 +641,7 @@ def _energy_line(
     setting: Setting, roofs: Roofs, coefficients: Mapping[str, float], step_ms: float
 ) -> str:
     """Returns the line of energy: in proportion to time from the recorded step of this precision
-    that is nearest, in its way first, then in its time; at the power limit where none is.
+    that is nearest, in its way first, then in its time; at the power limit where none is recorded.
     """
 
     def predicted_ms(step: Mapping) -> float:
@@ -644,16 +651,12 @@ def _energy_line(
         return step["way"] != setting.way, abs(math.log(predicted_ms(step) / step_ms))
 
     alike = [step for step in roofs.energies if step["setting"].precision == setting.precision]
+    joules = (roofs.power_limit_w or math.nan) * step_ms / 1e3
+    words = f"taken at its power limit of {roofs.power_limit_w or 'unknown'} W"
     if alike:
         nearest = min(alike, key=distance)
         joules = nearest["measured"] * step_ms / predicted_ms(nearest)
-        words = f"by time from the {number(nearest['measured'])} J recorded of {nearest['case']}"
-        words += f", {nearest['way']}"
-    elif roofs.power_limit_w:
-        joules = roofs.power_limit_w * step_ms / 1e3
-        words = f"at most: it is taken at the power limit of {roofs.power_limit_w:.0f} W"
-    else:
-        return "Energy: neither a recorded step nor a power limit of this device is known."
+        words = "by time from the {measured:.3g} J recorded of {case}, {way}".format(**nearest)
     rate = number(setting.tokens / joules)
     return f"Energy of a step: {number(joules)} J a GPU, {rate} tokens/J, {words}."
 
