@@ -637,9 +637,7 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
     return lines
 
 
-def _energy_line(
-    setting: Setting, roofs: Roofs, coefficients: Mapping[str, float], step_ms: float
-) -> str:
+def _energy_line(setting: Setting, roofs: Roofs, coefficients: Mapping, step_ms: float) -> str:
     """Returns the line of energy: in proportion to time from the recorded step of this precision
     that is nearest, in its way first, then in its time; at the power limit where none is recorded.
     """
