@@ -649,8 +649,10 @@ def _energy_line(setting: Setting, roofs: Roofs, coefficients: Mapping, step_ms:
         return step["way"] != setting.way, abs(math.log(predicted_ms(step) / step_ms))
 
     alike = [step for step in roofs.energies if step["setting"].precision == setting.precision]
-    joules = (roofs.power_limit_w or math.nan) * step_ms / 1e3
-    words = f"taken at its power limit of {roofs.power_limit_w or 'unknown'} W"
+    if not alike and not roofs.power_limit_w:
+        return "Energy: no power of this device is known."
+    joules = (roofs.power_limit_w or 0) * step_ms / 1e3
+    words = f"taken at its power limit of {roofs.power_limit_w} W"
     if alike:
         nearest = min(alike, key=distance)
         joules = nearest["measured"] * step_ms / predicted_ms(nearest)
