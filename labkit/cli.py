@@ -55,6 +55,8 @@ OutputOption = Annotated[
 
 ContextOption = Annotated[int, typer.Option(min=1, help="Context length in tokens.")]
 
+DimensionOption = Annotated[int | None, typer.Option(min=1, help="In place of the model's.")]
+
 PrecisionOption = Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")]
 
 DeviceOption = Annotated[
@@ -471,29 +473,24 @@ def plan(
         str, typer.Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
     ] = REFERENCE_DEVICE,
     price: Annotated[float, typer.Option(min=0, help="Of one GPU's hour, in any currency.")] = 0,
-    d_model: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
-    d_ff: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
+    d_model: DimensionOption = None,
+    d_ff: DimensionOption = None,
+    layers: DimensionOption = None,
+    heads: DimensionOption = None,
+    vocabulary: DimensionOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Say before it is run whether a training step with AdamW fits, how long it takes and what
-    bounds it.
+    """Say before it is run whether a training step with AdamW fits, how long it takes, what bounds
+    it and how many joules it takes.
     """
     from labkit.configs import model_config
     from labkit.report import plan as report
 
     is_file = model.endswith(".json")
     config = report.read_config(Path(model)) if is_file else model_config(model)
-    free = {
-        "d_model": d_model,
-        "d_ff": d_ff,
-        "num_layers": layers,
-        "num_heads": heads,
-        "vocab_size": vocabulary,
-    }
-    config = replace(config, **{name: value for name, value in free.items() if value})
+    names = "d_model", "d_ff", "num_layers", "num_heads", "vocab_size"
+    free = zip(names, (d_model, d_ff, layers, heads, vocabulary), strict=True)
+    config = replace(config, **{name: value for name, value in free if value})
     if not config.head_dim and config.d_model % config.num_heads:
         raise RequestError(f"{config.num_heads} heads do not divide the width {config.d_model}")
     setting = report.Setting(

@@ -205,7 +205,7 @@ AUTO_PROFILE = "auto"
 PASSES = ("forward", "backward", "forward_backward")
 """What is timed of an operation in notebook 06; each directly, none by subtraction."""
 
-MATERIALISING = ("eager", "compiled", "sdpa_math")
+MATERIALISING = ("eager", "compiled", "sdpa_math", "triton_compiled")
 """Implementations that write the scores to memory. Each is timed alone; all others in turn, in one
 process.
 """

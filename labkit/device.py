@@ -31,7 +31,7 @@ from labkit.records import source_state
 @dataclass(frozen=True)
 class Datasheet:
     """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) and GB
-    of its memory.
+    of its memory, and its power limit.
     """
 
     pattern: str
@@ -41,6 +41,7 @@ class Datasheet:
     source: str
     tf32_tflops: float | None = None
     bf16_tflops: float | None = None
+    power_limit_w: float | None = None
 
     def tflops(self, precision: str) -> float | None:
         """Returns the peak for "fp32", "tf32" or "bf16"."""

@@ -49,8 +49,8 @@ SHAPES = {
         "steps": 3,
     },
     "optimizer": {"rows": 128, "columns": 64},
-    "adamw": {"rows": 128, "columns": 64},
 }
+SHAPES["adamw"] = SHAPES["optimizer"]
 
 
 def outcome(monkeypatch, function, op="attention", name="forward", **sizes) -> list:
@@ -179,12 +179,10 @@ CHEATS = {
     works_on_another_stream: ("attention", "forward", "goes on after it has returned"),
     skips_what_is_captured: ("attention", "forward", "wrong, or not written, while it is timed"),
 }
-"""Cheats, or mistakes: the operation, a pass, and why it is refused."""
+"""Cheats, or mistakes: the operation, a pass, and why it is refused; the last two need CUDA."""
 
+ON_CPU = [*CHEATS][:-2]
 # By events of the device, the host's clock does not matter.
-ON_CPU = [
-    cheat for cheat in CHEATS if cheat not in (works_on_another_stream, skips_what_is_captured)
-]
 ON_GPU = [cheat for cheat in CHEATS if cheat is not slows_the_clock]
 
 
@@ -247,7 +245,9 @@ def test_what_is_made_honestly_passes(monkeypatch):
     )
     for impl, name in itertools.product(IMPLEMENTATIONS["model"], operations.MODEL_PASSES):
         verdict = problem.judge(impl, name)
-        assert verdict.budget_fraction <= 1 and verdict.relative_error is None
+        # Our kernels take no fp64.
+        assert verdict.budget_fraction <= 1 and (verdict.relative_error or 0) < 0.05
+        assert (verdict.relative_error is None) == (impl == "ours")
 
 
 # ---- a bench -------------------------------------------------------------------------------------
@@ -341,8 +341,7 @@ def test_a_function_of_a_cell_is_kept_without_what_the_cell_calls(monkeypatch, t
         ({"op": "data_parallel", "shape": "2x32x3"}, "world_size in steps of 2"),
         ({"precision": "fp8"}, "unknown precision of swiglu 'fp8'; accepted: fp32, bf16"),
         ({"shape": "8x8x8"}, "shape '8x8x8' of swiglu; accepted: rows x columns"),
-        ({"shape": "128x-64"}, "shape '128x-64' of swiglu"),
-        ({"shape": "64x64"}, "rows from 128, columns in steps of 64"),
+        ({"shape": "128x-64"}, "rows from 128, columns in steps of 64"),
         ({"function": "nowhere.py:f"}, "no source of 'nowhere.py:f'.*No such file"),
         ({"function": len}, "no source of <built-in function len>"),
     ],

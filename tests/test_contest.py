@@ -130,7 +130,7 @@ WRONG = {  # the output as it should be with another gradient, or the other way 
 
 
 @on_cpu
-@pytest.mark.parametrize(("wrong", "passes"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("wrong", "passes"), WRONG.values())
 def test_what_is_wrong_is_not_timed_and_the_others_are(monkeypatch, wrong, passes):
     sabotage(monkeypatch, "sdpa_flash", wrong)
     case = contest_case("tiled", "sdpa_flash")

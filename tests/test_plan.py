@@ -168,6 +168,11 @@ def test_a_config_that_is_none_is_one_line(config, message, tmp_path):
 def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapters, gpus):
     roofs = plan.roofs_of(DEVICE, gpus)
     assert roofs == plan.measured_roofs(chapters)
+    fitted = plan.fitted(plan.samples([chapters]))
+    for step in roofs.energies:
+        time = plan.predicted(fitted, step["setting"], roofs)["in all"]
+        line = plan._energy_line(step["setting"], roofs, fitted, time)
+        assert float(line.split()[4]) == pytest.approx(step["measured"], rel=0.25)
     other = plan.roofs_of("NVIDIA A100-SXM4-80GB", gpus)
     assert other.memory_bytes == 80e9 and 0.4 < other.rates["bf16"] / 312e12 < 0.9
     with pytest.raises(RequestError, match="no roofs of 'abacus'"):
@@ -175,4 +180,4 @@ def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapters, gpus
     assert plan.roofs_of("H100", gpus).source == "measured"
     text = "\n".join(plan.lines(replace(SMALL, num_gpus=2), other, gpus, 2.0))
     words = "fits", "Largest that fits", "Device time of a step", "held out", "not measured; NVIDIA"
-    assert all(part in text for part in words), text
+    assert all(part in text for part in words) and "power limit of 400" in text, text

@@ -1,15 +1,15 @@
 """`labkit course`: a checkout of assignment 2 of Stanford's CS336, either edition, as it stands.
 
-Its tests run in processes of their own, which may hang or end. What its tests/adapters.py has
-filled in joins the contests of `bench`.
+Each of its tests runs in a process of its own. What its tests/adapters.py has filled in joins the
+contests of `bench`.
 """
 
 import ast
 import contextlib
 import functools
 import hashlib
-import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from labkit import guard
 from labkit.configs import RequestError
-from labkit.experiments import course_adapters, course_tests
+from labkit.experiments import course_adapters
 from labkit.experiments.bench import OPERATIONS, bench
 
 CONTESTS = {
@@ -58,8 +58,8 @@ def run_tests(
 ) -> Iterator[Outcome]:
     """Yields how the tests that are named, or all, ended, by the Python of .venv if there is one.
 
-    A file has a process of its own; after a test that hangs or ends it, another runs what is left.
-    Raises RequestError for a folder without tests.
+    Each has a process of its own, which may hang or end. Raises RequestError for a folder without
+    tests.
     """
     guard.move_temporary_files()
     files = sorted(f"tests/{path.name}" for path in root.glob("tests/test_*.py"))
@@ -67,9 +67,14 @@ def run_tests(
         kind = "a checkout of stanford-cs336/assignment2-systems"
         raise RequestError(f"no tests/test_*.py in {root}; accepted: {kind}")
     for name in tests or files:
-        left = [name]
-        while left:
-            left = yield from _run(root, timeout_s, left)
+        listed = [name]
+        if name in files:
+            outcome, text = _run_pytest(root, timeout_s, name, "--collect-only", "-q")
+            listed = [line for line in text.split("\n") if line.startswith(f"{name}::")]
+            if outcome["state"] != "passed":
+                yield outcome
+        for test in listed:
+            yield _run_pytest(root, timeout_s, test)[0]
 
 
 def run_ours(checkout: Path, timeout_s: float, tests: Sequence[str]) -> Iterator[Outcome]:
@@ -82,51 +87,55 @@ def run_ours(checkout: Path, timeout_s: float, tests: Sequence[str]) -> Iterator
         yield from run_tests(root, timeout_s, tests)
 
 
-def _run(root: Path, timeout_s: float, tests: list[str]) -> Iterator[Outcome]:
-    """Yields the outcomes of one process; returns the tests that it has left, in their order."""
+def _run_pytest(root: Path, timeout_s: float, test: str, *options: str) -> tuple[Outcome, str]:
+    """Returns how pytest ended with a test, and what it printed."""
     python = root / ".venv/bin/python"
-    if not python.is_file():
-        python = sys.executable
-    left = tests
-    code = None
-    with tempfile.TemporaryDirectory() as folder:
-        events = Path(folder, "events")
-        log = Path(folder, "log")
-        # -P: what lies beside the script has names of other modules.
-        script = [python, "-P", course_tests.__file__, events, root / BASICS]
-        with open(events, "w+", encoding="utf-8") as lines, open(log, "wb") as output:
-            process = subprocess.Popen(
-                [*script, "--rootdir=.", "--tb=short", *tests],
-                cwd=root,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            try:
-                since = time.monotonic()
-                while left and code is None and time.monotonic() - since < timeout_s:
-                    time.sleep(0.1)
-                    code = process.poll()
-                    for line in lines:
-                        event = json.loads(line)
-                        since = time.monotonic()
-                        if isinstance(event, list):
-                            left = event
-                        else:
-                            left = [test for test in left if test != event["test"]]
-                            yield event
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with its ranks
-                process.wait()
-        said = log.read_text(errors="replace").strip().split("\n")[-1]
-    if left:  # they run in this order
-        state = "timeout" if code is None else "crashed"
-        reason = "" if code is None else f"exit code {code}: {said[:200]}"
-        seconds = time.monotonic() - since
-        yield {"test": left[0], "state": state, "seconds": seconds, "reason": reason}
-    return left[1:]
+    command = [python if python.is_file() else sys.executable, "-m", "pytest", "--color=no"]
+    command += ["--rootdir=.", "-o", "addopts=", "--tb=short", "-rs", *options, test]
+    folders = [str(root / BASICS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    start = time.monotonic()
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+        subprocess.Popen(
+            command,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its ranks
+        log.seek(0)
+        text = log.read()
+    state, reason = ("timeout", "") if code is None else _ending(code, text)
+    seconds = time.monotonic() - start
+    return {"test": test, "state": state, "seconds": seconds, "reason": reason[:200]}, text
+
+
+def _ending(code: int, text: str) -> tuple[str, str]:
+    """Returns the state and the reason of a test by pytest's exit code and text."""
+    if code == 0:
+        skipped = re.search(r"^SKIPPED .*?: (.*)", text, re.MULTILINE)
+        return ("skipped", skipped[1]) if skipped else ("passed", "")
+    lines = re.findall(r"^E +(.*\w\S*)", text, re.MULTILINE)
+    if not lines:
+        last = text.strip().split("\n")[-1]
+        return "crashed", f"exit code {code}: {last}"
+    # The last one is what a rank raised.
+    named = [n for n, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    first = named[-1] if named else 0
+    reason = " ".join(lines[first:])
+    if reason == "AssertionError":  # a rank's says no more than its line
+        reason = f"{reason}: {lines[first - 1]}"
+    return "missing" if reason == "NotImplementedError" else "failed", reason
 
 
 # ---- adapters ------------------------------------------------------------------------------------
@@ -147,7 +156,7 @@ def adapters_of(checkout: Path) -> tuple[list[str], list[str]]:
         name
         for name, node in functions.items()
         if ast.unparse(node.body[-1]).startswith("raise NotImplementedError")
-        and not any(isinstance(inside, ast.Return) for inside in ast.walk(node))
+        and ast.Return not in map(type, ast.walk(node))
     ]
     return [name for name in CONTESTS if name in functions.keys() - empty], empty
 

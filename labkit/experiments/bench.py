@@ -21,7 +21,8 @@ What a function must be, by operation:
 - model: a class or function that makes a Module, C(vocab_size=…, context_length=…, d_model=…,
   num_layers=…, num_heads=…, d_ff=…, rope_theta=…), of logits (batch, context, vocabulary) from
   tokens (batch, context). Its number of parameters is that of untied embeddings, no biases and a
-  gated feed-forward layer; its results are held to a copy of itself, and so it has no dropout.
+  gated feed-forward layer; its results are held to a copy of itself, in fp64 where its kernels
+  take that, and so it has no dropout.
 - data_parallel: a class, C(module), that is called as the module is. Its method
   finish_gradient_synchronization(), where it has one, is called after each backward pass, and its
   argument bucket_size_mb, where it has one, is 100. Gradients must be averages over the ranks.
@@ -64,7 +65,6 @@ from labkit.experiments.contest import (
     ContestCase,
     Implementation,
     contest_section,
-    spread,
 )
 from labkit.experiments.operations import (
     DEFINITIONS,
@@ -89,10 +89,9 @@ __all__ = ["MEASUREMENT_VERSION", "bench", "ceiling_rates", "run_case"]
 MEASUREMENT_VERSION = 1
 
 WRAPPERS = ("ours", "alone", "naive", "flat", "overlapped", "ddp")
-"""Ways of chapter 07 to share out a step, ours with buckets of 100 MB."""
 
 RIVALS = IMPLEMENTATIONS | {"data_parallel": dict.fromkeys(WRAPPERS)}
-"""By operation and name."""
+"""By operation and name; of data_parallel ways of chapter 07, ours with buckets of 100 MB."""
 
 # The first kernel is a lesson, and its case is given in other words.
 OPERATIONS = [name for name in RIVALS if name != "weighted_sum"]
@@ -246,8 +245,7 @@ def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
     if not deviation <= LARGEST_DEVIATION:
         raise Refused(f"its gradients are not the ranks' averages, but {deviation:.2g} off")
     measured = distributed.measured_step(case, ranks)
-    metrics = measured.metrics | spread(measured.samples["step_ms"])
-    metrics["budget_fraction"] = deviation / LARGEST_DEVIATION
+    metrics = measured.metrics | {"budget_fraction": deviation / LARGEST_DEVIATION}
     ours_ms = map(max, zip(*(rank["ours_ms"] for rank in ranks), strict=True))
     metrics["ratio_to_ours"] = metrics["median_ms"] / statistics.median(ours_ms)
     return replace(measured, case=case.parameters | measured.case, metrics=metrics)
@@ -309,8 +307,8 @@ class OwnSession(BenchSession):
         for case in chapter:
             parameters = case.parameters
             phases = case.phases
-            is_in_turn = parameters.get("timed", IN_TURN) == IN_TURN
-            is_joined = parameters.get("operation", "attention") == operation and is_in_turn
+            is_joined = parameters.get("operation", "attention") == operation
+            is_joined &= parameters.get("timed", IN_TURN) == IN_TURN
             if case.section in OWN_SECTIONS and is_joined:
                 if "impl" in parameters:
                     parameters = parameters | {"impl": entrant.label}
@@ -360,8 +358,8 @@ def bench(
     if multiprocessing.parent_process():
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
     _check("operation", op, OPERATIONS)
-    is_fp32_only = op in ("adamw", "optimizer")
-    _check(f"precision of {op}", precision, ("fp32",) if is_fp32_only else ("fp32", "bf16"))
+    precisions = ("fp32",) if op in ("adamw", "optimizer") else ("fp32", "bf16")
+    _check(f"precision of {op}", precision, precisions)
     if warmup < 1 or steps < 2:
         raise RequestError(f"{warmup} warm-up calls and {steps} steps; accepted: from 1, from 2")
     rivals = dict.fromkeys((against or USUAL.get(op, "eager,compiled,ours")).split(","))
@@ -400,7 +398,11 @@ def bench(
     records = session.store.load()
     frame = to_frame(x for x in records if (x.session, x.section) == (session.id, section))
     frame[["implementation", "pass"]] = frame.pop("phase").str.split(" ", expand=True).values
-    return frame.reindex(columns=COLUMNS).sort_values(["pass", "median_ms"], ignore_index=True)
+    frame = frame.reindex(columns=COLUMNS)
+    itself = "the ranks' average" if op == "data_parallel" else "a copy of itself"
+    held_to = frame["relative_error"].notna().map({True: "fp64", False: itself})
+    frame["held_to"] = held_to.where(frame["status"] == "ok")
+    return frame.sort_values(["pass", "median_ms"], ignore_index=True)
 
 
 COLUMNS = [
@@ -415,6 +417,8 @@ COLUMNS = [
     "ratio_to_ours_high",
     "ceiling_fraction",
     "budget_fraction",
+    "relative_error",
+    "held_to",
     "disturbed",
     "reason",
 ]

@@ -15,8 +15,8 @@ import gc
 import importlib
 import math
 import secrets
-import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +39,6 @@ from labkit.kernels.reference import attention_reference
 from labkit.measure import timing as timer
 from labkit.measure.timing import (
     Comparison,
-    Timing,
     compare,
     on_capture_stream,
     synchronize,
@@ -67,6 +66,12 @@ LARGEST_CACHE = 2**28
 CEILING_MARGIN = 2
 """How much faster than the session's ceiling a call may be: on a busy machine that is too low. None
 is ever faster than the datasheet.
+"""
+
+MAX_WRONG_ROUNDS = 1
+"""While a phase is timed: chance may take one result out of its budget. Of 1,500 draws of attention
+from plain bf16 operators, over 256 keys, three were beyond it, by a tenth at most. What is not
+computed while it is timed is wrong in every round.
 """
 
 LATE_S = 0.3
@@ -182,26 +187,22 @@ class Operation:
         inputs = [*self.inputs.values()]
         return [by_formula(formula, inputs, self.grad_outs) for formula in formulas]
 
-    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
-        """Returns the verdicts on the outputs ("forward") or the gradients (another pass) of an
-        implementation, whichever that is.
-
-        Raises AssertionError for a wrong one.
+    def references(self, name: str, impl: str) -> list[Tensors]:
+        """Returns the outputs ("forward") or the gradients (another pass) that an implementation
+        is held to, in fp64 and as eager gives them.
         """
-        is_gradient = name != "forward"
-        names = [f"d{each}" for each in self.inputs] if is_gradient else ["out"] * len(values)
-        return self.compared(names, values, *(results[is_gradient] for results in self.expected))
+        return [results[name != "forward"] for results in self.expected]
 
-    def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
-        """Returns the worst of the verdicts; raises as `verdicts`."""
-        return max(self.verdicts(name, values, impl), key=lambda verdict: verdict.budget_fraction)
+    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
+        """Returns the verdicts on what a pass of an implementation gave.
 
-    def compared(
-        self, names: Sequence[str], values: Tensors, exact: Tensors, eager: Tensors
-    ) -> list[numerics.Verdict]:
-        """Returns the verdicts on tensors by the names of `terms`; raises as `verdicts`."""
+        Raises AssertionError for a wrong result.
+        """
+        names = ["out"] * len(values)
+        if name not in ("forward", "step"):
+            names = [f"d{each}" for each in self.inputs] or ["gradient"] * len(values)
         verdicts = []
-        for key, *tensors in zip(names, values, exact, eager, strict=True):
+        for key, *tensors in zip(names, values, *self.references(name, impl), strict=True):
             # A vector is one row as a gradient, and a number of each row as an output.
             shape = (-1, 1) if key == "out" else (1, -1)
             rows = (x if x.dim() > 1 else x.reshape(shape) for x in tensors)
@@ -209,6 +210,10 @@ class Operation:
             options = {"dtype": self.dtype, "num_terms": self.terms[key]}
             verdicts.append(numerics.judge(key, *rows, **options))
         return verdicts
+
+    def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
+        """Returns the worst of the verdicts; raises as `verdicts`."""
+        return max(self.verdicts(name, values, impl), key=lambda verdict: verdict.budget_fraction)
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
         """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
@@ -219,7 +224,7 @@ class Operation:
         """Returns what is advanced between the rounds of a timing."""
         return range(num_rounds)
 
-    def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
+    def confirm(self, phase: str, metrics: dict) -> None:
         """Raises Refused for a time that cannot be trusted; here all can."""
 
 
@@ -229,11 +234,11 @@ class Watched(Operation):
 
     Attributes:
         kept: the last outputs by (implementation, pass); a CUDA graph writes them again.
-        refused: phases that were wrong while they were timed.
+        num_wrong: rounds after which the result of a phase was wrong.
     """
 
     kept: dict[tuple[str, str], Tensors] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
+    num_wrong: Counter = field(default_factory=Counter)
     is_in_place = False
     """Whether a call goes on from what the one before it left, and returns that."""
 
@@ -329,18 +334,14 @@ class Watched(Operation):
                 try:
                     self.worst(impl, name, values)
                 except AssertionError:
-                    self.refused.add(f"{impl} {name}")
+                    self.num_wrong[f"{impl} {name}"] += 1
         self.kept.clear()
 
-    def confirm(self, phase: str, timing: Timing, metrics: dict) -> None:
-        """Adds the mean and the standard deviation of the times to the metrics.
-
-        Raises Refused for a phase that was wrong while it was timed, or faster than can be.
-        """
-        metrics |= spread(timing.samples_ms)
+    def confirm(self, phase: str, metrics: dict) -> None:
+        """Raises Refused for a phase that was wrong while it was timed, or faster than can be."""
         if metrics.get("num_bytes", math.inf) < LARGEST_CACHE:
             metrics |= {"ceiling_fraction": None, "datasheet_fraction": None}
-        if phase in self.refused:
+        if self.num_wrong[phase] > MAX_WRONG_ROUNDS:
             raise Refused("its outputs are wrong, or not written, while it is timed")
         if (metrics["ceiling_fraction"] or 0) > CEILING_MARGIN:
             raise Refused("its time is below the roofline's floor")
@@ -399,11 +400,6 @@ def attention_formula(
         options = {"use_reentrant": False, "preserve_rng_state": False}
         blocks.append(checkpoint(some_rows, q_rows, keys, values, **options))
     return torch.cat(blocks, dim=-2)
-
-
-def spread(samples_ms: Sequence[float]) -> dict[str, float]:
-    """Returns the metrics that a course asks of times: their mean and standard deviation."""
-    return {"mean_ms": statistics.fmean(samples_ms), "std_ms": statistics.stdev(samples_ms)}
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -465,10 +461,10 @@ def contest(
     pass.
     """
 
-    def measure(phase: str, timed: Timed, metrics: dict) -> Measured:
-        impl, name = phase.split(" ")
+    def measure(impl: str, name: str, timed: Timed, metrics: dict) -> Measured:
+        phase = f"{impl} {name}"
         metrics = operation.rates(name, timed.timing.median_ms, ceilings) | metrics
-        operation.confirm(phase, timed.timing, metrics)
+        operation.confirm(phase, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
             call, flops = operation.call(impl, name), metrics["flops"]
@@ -498,10 +494,9 @@ def contest(
                 if impl in impls:
                     # It ends the process; the next goes on.
                     yield f"{impl} {name}", functools.partial(_raise, error)
-        times = time_in_turn(operation, case, name, impls, [*verdicts])
-        for impl, (timed, metrics) in times.items():
+        for impl, timed, metrics in time_in_turn(operation, case, name, impls, verdicts):
             metrics |= verdicts[impl].metrics()
-            yield f"{impl} {name}", functools.partial(measure, f"{impl} {name}", timed, metrics)
+            yield f"{impl} {name}", functools.partial(measure, impl, name, timed, metrics)
 
 
 def _raise(error: Exception):
@@ -513,10 +508,10 @@ def time_in_turn(
     case: ContestCase,
     name: str,
     impls: Sequence[str],
-    judged: Sequence[str],
-) -> dict[str, tuple[Timed, dict]]:
-    """Returns the times of one pass, and metrics beside them; the implementations are timed in turn
-    with a baseline that has been judged.
+    judged: Iterable[str],
+) -> list[tuple[str, Timed, dict]]:
+    """Returns the times of one pass by implementation, and metrics beside them; they are timed in
+    turn with a baseline that has been judged.
     """
     # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not
     # be searched each time, which takes longer than most samplings.
@@ -529,11 +524,10 @@ def time_in_turn(
     round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
     max_rounds = MAX_RANKING_ROUNDS if case.is_ranking else MAX_ROUNDS
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * case.time_limit_s / round_ms)))
-    num_rounds = operation.num_rounds or num_rounds
     with Monitor(kind) as monitor:
         reference = operation.baseline if has_baseline else impls[0]
-        comparison = _compared(operation, calls, reference, num_rounds)
-    times = {}
+        comparison = _compared(operation, calls, reference, operation.num_rounds or num_rounds)
+    times = []
     for impl in impls:
         metrics = {}
         if has_baseline:
@@ -548,7 +542,7 @@ def time_in_turn(
             if case.is_ranking:
                 flushed = time_callable(calls[impl], method="flush", **limits)
                 metrics["flush_median_ms"] = flushed.median_ms
-        times[impl] = Timed(comparison.timings[impl], dict(monitor.summary)), metrics
+        times.append((impl, Timed(comparison.timings[impl], dict(monitor.summary)), metrics))
     return times
 
 

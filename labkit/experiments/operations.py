@@ -11,6 +11,7 @@ written once; the ceiling is the session's copy, or its matrix product where pro
 operation.
 """
 
+import contextlib
 import copy
 import functools
 import importlib.metadata
@@ -355,10 +356,10 @@ class Made(Watched):
 
         return call
 
-    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
+    def references(self, name: str, impl: str) -> list[Tensors]:
         (_, *twins), calls = self.live[impl]
         results = []
-        for twin in twins:
+        for twin in (twins[0], twins[-1]):
             for tensors in calls if self.is_in_place else calls[-1:]:
                 expected = self.act(twin, name, tensors)
             results.append([x.detach().to(torch.float64, copy=True) for x in expected])
@@ -367,18 +368,15 @@ class Made(Watched):
         self.before[impl, name] = results[0]
         if before and are_equal(before, results[0]):
             raise AssertionError("wrong: other tensors, the same result")
-        names = ["out" if name in ("forward", "step") else "gradient"] * len(values)
-        verdicts = self.compared(names, values, results[0], results[-1])
-        if len(twins) == 1:  # which is not in fp64
-            return [numerics.Verdict(None, None, one.budget_fraction) for one in verdicts]
-        return verdicts
+        return results
 
 
 @dataclass
 class Model(Made):
     """Passes of language models of one size, of logits (batch, context, vocabulary).
 
-    The twin is a copy that was made before the first call.
+    The twins are copies that were made before the first call, one of them in fp64 unless what it
+    calls takes none. Then there is no relative error.
     """
 
     num_parameters: int = 0
@@ -395,7 +393,18 @@ class Model(Made):
             raise Refused(f"{expected}, not {number:,}")
         # Steps of length 0: the weights stay those of the twin.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-        return [(model, optimizer), (copy.deepcopy(model), None)]
+        made = [(model, optimizer), (copy.deepcopy(model), None)]
+        with contextlib.suppress(Exception):
+            exact = copy.deepcopy(model).double(), None
+            self.act(exact, "train_step", self.tensors)
+            made.insert(1, exact)
+        return made
+
+    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
+        verdicts = super().verdicts(name, values, impl)
+        if len(self.live[impl][0]) == 3:
+            return verdicts
+        return [numerics.Verdict(None, None, each.budget_fraction) for each in verdicts]
 
     def act(self, made: tuple, name: str, tensors: Tensors) -> Tensors:
         """Returns the logits of "forward", the gradients of another pass."""
@@ -408,7 +417,7 @@ class Model(Made):
         with torch.autocast(self.device.kind, torch.bfloat16, enabled=is_cast):
             logits = model(tokens)
             if name == "forward":
-                return as_tuple(logits.to(self.dtype))
+                return as_tuple(logits.to(self.dtype) if optimizer else logits)
             loss = language_model_loss(logits, targets)
         loss.backward()
         if optimizer and name == "train_step":
@@ -576,14 +585,12 @@ IMPLEMENTATIONS["adamw"] = IMPLEMENTATIONS["optimizer"]
 def watched(device: Device, parameters: dict) -> Watched:
     """Returns the operation of a case, which is attention where it names none."""
     operation = parameters.get("operation", "attention")
-    implementations = IMPLEMENTATIONS[operation]
-    given = {"implementations": implementations, "baseline": "ours", "inputs": {}, "formula": None}
-    given |= {"device": device, "precision": parameters["precision"]}
+    given = {"implementations": IMPLEMENTATIONS[operation], "baseline": "ours", "inputs": {}}
+    given |= {"formula": None, "device": device, "precision": parameters["precision"]}
     if operation == "model":
         sizes = {name: parameters[name] for name in MODEL}
         config = ModelConfig("bench", "a case's", **sizes)
-        batch = parameters["batch"]
-        context = parameters["context_length"]
+        batch, context = parameters["batch"], parameters["context_length"]
         shape = batch, context, config.vocab_size
         return Model(
             **given,

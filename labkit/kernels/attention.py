@@ -11,6 +11,7 @@
 | fa3 | FlashAttention-3, out of an installed xformers |
 | fa3_deterministic | the same, its gradients added in a fixed order, as ours are |
 | tiled, triton, gluon, auto | `flash_attention`; `resolve_impl` says which one auto is |
+| triton_compiled | forward as triton, backward by `course.attention_backward`, compiled |
 | triton_ieee, triton_tf32 | as triton, fp32 products on the CUDA cores or as one of TF32 |
 
 A rival is imported when it is first asked for. What cannot run raises; nothing stands in for it.
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from labkit.kernels import course
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.fused import first_order
 from labkit.kernels.reference import attention_reference
@@ -44,10 +46,8 @@ SDPA_BACKENDS = {
 }
 FA3 = ("fa3", "fa3_deterministic")
 OURS = {
-    "tiled": {"impl": "tiled"},
-    "triton": {"impl": "triton"},
-    "gluon": {"impl": "gluon"},
-    "auto": {"impl": "auto"},
+    **{name: {"impl": name} for name in ("tiled", "triton", "gluon", "auto")},
+    "triton_compiled": {"impl": "triton"},
     "triton_ieee": {"impl": "triton", "precision": "ieee"},
     "triton_tf32": {"impl": "triton", "precision": "tf32"},
 }
@@ -78,7 +78,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: st
             other is tried.
     """
     tensors = _with_heads(impl, q, k, v)
-    if impl in OURS:
+    if impl == "triton_compiled":
+        out = CompiledBackwardFunction.apply(*tensors, causal)
+    elif impl in OURS:
         out = labkit_flash.flash_attention(*tensors, causal=causal, **OURS[impl])
     elif impl in FA3:
         out = _fa3(*tensors, causal, impl == "fa3_deterministic")
@@ -107,7 +109,12 @@ def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str 
     if impl in FA3:
         return _fa3_reason(q)
     if impl in OURS:
-        return _our_reason(q, impl)
+        if "precision" in OURS[impl] and q.dtype != torch.float32:
+            return f"{impl} is about products of torch.float32; got {q.dtype}"
+        try:
+            labkit_flash.resolve_impl(q, OURS[impl]["impl"])
+        except ValueError as error:
+            return str(error)
     if impl == "flex" and not q.is_cuda:
         return f"FlexAttention has no backward pass on {q.device.type}"
     return None
@@ -125,15 +132,24 @@ def _with_heads(impl: str, *tensors: Tensor) -> list[Tensor]:
 # ---- ours ----------------------------------------------------------------------------------------
 
 
-def _our_reason(q: Tensor, impl: str) -> str | None:
-    options = OURS[impl]
-    if "precision" in options and q.dtype != torch.float32:
-        return f"{impl} is about products of torch.float32; got {q.dtype}"
-    try:
-        labkit_flash.resolve_impl(q, options["impl"])
-    except ValueError as error:
-        return str(error)
-    return None
+class CompiledBackwardFunction(torch.autograd.Function):
+    """Forward by the Triton kernel, backward by the formula, compiled: it takes memory that grows
+    as the square of the length. Takes q, k, v (B, H, S, D) and causal.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool):
+        plan = labkit_flash.plan_of(q, k, v, right=0 if causal else -1)
+        out, lse = plan.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    @first_order("triton_compiled")
+    def backward(ctx, grad_out: Tensor):
+        backward = _compiled(course.attention_backward)
+        return *backward(*ctx.saved_tensors, grad_out, ctx.causal), None
 
 
 # ---- PyTorch's -----------------------------------------------------------------------------------

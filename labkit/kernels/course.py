@@ -24,14 +24,32 @@ def attention(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = 
         q_BHQD, k_BHKD, v_BHKD: (..., length, D), one floating dtype.
         causal: query i sees keys up to i + (K − Q); each must see one.
     """
+    return softmax(_scores(q_BHQD, k_BHKD, causal)) @ v_BHKD
+
+
+def _scores(q_BHQD: Tensor, k_BHKD: Tensor, causal: bool) -> Tensor:
+    """Returns q kᵀ / √D, (..., Q, K), −∞ where a causal mask hides a key."""
     scores_BHQK = q_BHQD @ k_BHKD.transpose(-2, -1) / math.sqrt(q_BHQD.shape[-1])
-    if causal:
-        num_queries, num_keys = scores_BHQK.shape[-2:]
-        is_visible_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHQD.device)
-        scores_BHQK = torch.where(
-            is_visible_QK.tril(num_keys - num_queries), scores_BHQK, -math.inf
-        )
-    return softmax(scores_BHQK) @ v_BHKD
+    if not causal:
+        return scores_BHQK
+    num_queries, num_keys = scores_BHQK.shape[-2:]
+    is_visible_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHQD.device)
+    return torch.where(is_visible_QK.tril(num_keys - num_queries), scores_BHQK, -math.inf)
+
+
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients by q, k and v, the scores computed again from what a forward kernel
+    keeps.
+
+    Args:
+        q, k, v, out, grad_out: (..., length, D); lse: (..., length), log Σ exp of the scores, fp32.
+    """
+    weights = torch.exp(_scores(q, k, causal) - lse[..., None]).to(q.dtype)
+    row_sums = (out * grad_out).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_out @ v.mT - row_sums) / math.sqrt(q.shape[-1])
+    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad_out
 
 
 def silu(x: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import published
+from labkit.configs import PASSES
 from labkit.report import facts, figures
-from labkit.report.frame import ok_rows, select, usable
+from labkit.report.frame import cell, ok_rows, select, usable
 
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 IMPLS = {
@@ -99,6 +100,21 @@ def rates(rivals: pd.DataFrame) -> Figure | None:
         axis.invert_yaxis()
     figures.finish(figure)
     return figure
+
+
+def flash_benchmarking(speed: pd.DataFrame) -> pd.DataFrame:
+    """Returns the table that a course asks for: milliseconds of PyTorch's formula and of our Triton
+    kernels, and their ratio, by pass; a status, or "not measured", where there is no time.
+    """
+    phases = [f"{impl} {name}" for name in PASSES for impl in ("eager", "triton")]
+    rows = select(speed, phase=phases, precision=["bf16", "fp32"], d_head=[16, 32, 64, 128])
+    rows = rows.assign(text=rows.apply(cell, axis=1))
+    table = rows.pivot(index=["precision", "d_head", "length"], columns="phase")
+    times = table["median_ms"].reindex(columns=phases)
+    table = table["text"].reindex(columns=phases).fillna("not measured")
+    for name in PASSES:
+        table[f"{name} ratio"] = times[f"eager {name}"] / times[f"triton {name}"]
+    return table.reset_index()
 
 
 def published_times(speed: pd.DataFrame) -> pd.DataFrame:

@@ -77,11 +77,15 @@ class Setting:
 
 
 class Roofs(NamedTuple):
-    """Sustained rates of a device, FLOP/s by precision and B/s of a "copy"; its memory in bytes."""
+    """Sustained rates of a device, FLOP/s by precision and B/s of a "copy"; its memory in bytes;
+    its power limit (W), None where unknown, and its steps whose joules are recorded.
+    """
 
     rates: Mapping[str, float]
     memory_bytes: float
     source: str
+    power_limit_w: float | None = None
+    energies: Sequence[Mapping[str, Any]] = ()
 
 
 class Sharing(NamedTuple):
@@ -317,9 +321,12 @@ def measured_roofs(chapters: Chapters) -> Roofs | None:
             rates["copy"] = row["sustained_gb_per_s"] * 1e9
         else:
             rates[row["precision"]] = row["sustained_tflops"] * 1e12
-    memory_bytes = (chapter.environment.get("gpu") or {}).get("memory_bytes")
-    is_measured = "copy" in rates and len(rates) > 1 and memory_bytes
-    return Roofs(rates, memory_bytes, "measured") if is_measured else None
+    gpu = chapter.environment.get("gpu") or {}
+    if "copy" not in rates or len(rates) < 2 or not gpu.get("memory_bytes"):
+        return None
+    sections = "steps", "execution", "compile"
+    energies = _steps(chapter, sections, ["train_step", "graph_step"], "joules")
+    return Roofs(rates, gpu["memory_bytes"], "measured", gpu.get("power_limit_w"), energies)
 
 
 STEP = ("setting", "roofs", "size", "context", "way", "case", "device", "measured")
@@ -331,7 +338,9 @@ ERROR = ("error", "measured", "way", "case", "device")
 """Of what `memory_errors` and `errors` return: the relative error, GiB or ms, and the step."""
 
 
-def _steps(chapter: Chapter, sections: Iterable[str], phase: str, value: str) -> list[dict]:
+def _steps(
+    chapter: Chapter, sections: Iterable[str], phase: str | list[str], value: str
+) -> list[dict]:
     """Returns the recorded steps of a chapter that a plan knows, with the columns STEP but for
     roofs.
     """
@@ -343,11 +352,14 @@ def _steps(chapter: Chapter, sections: Iterable[str], phase: str, value: str) ->
         way = _way(row)
         if not way or row["precision"] not in PRECISIONS:
             continue
-        setting = _setting(row, way)
-        case = f"{setting.config.name}, {setting.context:,}, {setting.precision}"
-        step = {"setting": setting, "way": way, "case": case, "device": chapter.device}
-        keys = {name: row[name] for name in ("size", "context")}
-        steps.append(step | keys | {"measured": row[value]})
+        step = {
+            "setting": _setting(row, way),
+            "case": f"{row['size']}, {row['context']:,}, {row['precision']}",
+            "way": way,
+            "device": chapter.device,
+            "measured": row[value],
+        }
+        steps.append(step | {name: row[name] for name in ("size", "context")})
     return steps
 
 
@@ -525,7 +537,8 @@ def _of_datasheet(sheet: Datasheet, measured: Mapping[str, Roofs]) -> Roofs:
         rates *= reached
         words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
         source = f"not measured; {sheet.source}, times what measured GPUs reach of theirs ({words})"
-    return Roofs(rates.dropna().to_dict(), sheet.memory_gb * 1e9, source)
+    rates = rates.dropna().to_dict()
+    return Roofs(rates, sheet.memory_gb * 1e9, source, sheet.power_limit_w)
 
 
 def _peaks(sheet: Datasheet) -> pd.Series:
@@ -590,7 +603,8 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
     if not num_alike:
         where = "`labkit run 01 02` on a GPU records some"
         return [f"Time: no step of this way is recorded to predict it from; {where}."]
-    times = predicted(fitted(measured, setting.way), setting, roofs)
+    coefficients = fitted(measured, setting.way)
+    times = predicted(coefficients, setting, roofs)
     rate = setting.tokens / times["in all"] * 1e3
     words = ", ".join(
         f"{part} {number(times[part])} ({bound})" for part, bound in BOUND.items() if times[part]
@@ -600,6 +614,7 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
     lines = [
         f"Device time of a step: {number(times['in all'])} ms; {words}.",
         f"{number(rate)} tokens/s a GPU.",
+        _energy_line(setting, roofs, coefficients, times["in all"]),
     ]
     if setting.num_gpus > 1:
         gradients = accounting.parameter_bytes(setting.config)
@@ -620,6 +635,30 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
             words += " and the datasheet in place of its roofs"
         lines += _error_line(words, errors(measured, held_out, setting.way))
     return lines
+
+
+def _energy_line(setting: Setting, roofs: Roofs, coefficients: Mapping, step_ms: float) -> str:
+    """Returns the line of energy: in proportion to time from the recorded step of this precision
+    that is nearest, in its way first, then in its time; at the power limit where none is recorded.
+    """
+
+    def predicted_ms(step: Mapping) -> float:
+        return predicted(coefficients, step["setting"], roofs)["in all"]
+
+    def distance(step: Mapping) -> tuple[bool, float]:
+        return step["way"] != setting.way, abs(math.log(predicted_ms(step) / step_ms))
+
+    alike = [step for step in roofs.energies if step["setting"].precision == setting.precision]
+    if not alike and not roofs.power_limit_w:
+        return "Energy: no power of this device is known."
+    joules = (roofs.power_limit_w or 0) * step_ms / 1e3
+    words = f"taken at its power limit of {roofs.power_limit_w} W"
+    if alike:
+        nearest = min(alike, key=distance)
+        joules = nearest["measured"] * step_ms / predicted_ms(nearest)
+        words = "by time from the {measured:.3g} J recorded of {case}, {way}".format(**nearest)
+    rate = number(setting.tokens / joules)
+    return f"Energy of a step: {number(joules)} J a GPU, {rate} tokens/J, {words}."
 
 
 def _error_line(what: str, found: pd.DataFrame) -> list[str]:
