@@ -256,8 +256,9 @@ def serve() -> None:
     """
     import torch  # noqa: F401
 
-    # Workers that need no compiler need not wait for it.
+    # Workers that need neither a compiler nor a chapter need not wait for them.
     sweep.PRELOADED = ()
+    sweep.notebooks.names = list
     sweep.has_gpu_driver = lambda: True
 
     source_state()

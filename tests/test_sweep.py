@@ -323,7 +323,7 @@ def lines(output: Path) -> bytes:
 @pytest.mark.slow
 def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, server):
     generator = random.Random(20)
-    num_kills = 20 if ALL_TESTS else 6
+    num_kills = 20 if ALL_TESTS else 8
     num_cases = 12 * num_kills
     plan = [
         {"name": f"case {i}", "log": str(log), "phases": ["first", "second"]}
