@@ -18,6 +18,8 @@ from labkit.experiments import sweep
 
 CPU = "cpu-intel-xeon-processor"
 
+pytestmark = pytest.mark.usefixtures("plain_workers")
+
 
 def labkit(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])

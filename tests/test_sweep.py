@@ -4,7 +4,6 @@ exactly.
 
 import errno
 import json
-import multiprocessing.forkserver
 import os
 import random
 import re
@@ -33,13 +32,7 @@ TIMEOUT_S = 2.5
 GONE_WITHIN_S = 5.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm_fork_server():
-    """Loads torch once, so that telling an out-of-memory from another error takes no worker the
-    time to do so.
-    """
-    multiprocessing.set_forkserver_preload(["torch", "labkit.experiments.sweep"])
-    multiprocessing.forkserver.ensure_running()
+pytestmark = pytest.mark.usefixtures("plain_workers")
 
 
 @pytest.fixture
