@@ -40,35 +40,27 @@ def test_the_detected_device_is_the_one_torch_has_and_torch_is_not_imported_for_
     assert (slug, is_imported) == (device.slug, str(device_module.has_gpu_driver()))
 
 
-@pytest.mark.parametrize(
-    ("name", "memory_gb_per_s", "bf16_tflops"),
-    [
-        ("NVIDIA H200 NVL", 4800, 835.5),
-        ("NVIDIA H200", 4800, 989.4),
-        ("NVIDIA A100-SXM4-40GB", 1555, 312.0),
-        ("Tesla T4", 320, None),
-    ],
-)
-def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops):
+PRODUCTS = {
+    "NVIDIA H200 NVL": (4800, 835.5),
+    "NVIDIA H200": (4800, 989.4),
+    "NVIDIA A100-SXM4-40GB": (1555, 312.0),
+    "Tesla T4": (320, None),
+    "": None,
+    # Names that contain another product's.
+    "NVIDIA RTX A1000": None,
+    "NVIDIA GeForce RTX 4080 SUPER": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+}
+"""GB/s of memory and TFLOP/s in bf16 of products that have a datasheet."""
+
+
+@pytest.mark.parametrize(("name", "peaks"), PRODUCTS.items())
+def test_a_product_has_its_own_datasheet_or_none(name, peaks):
     sheet = datasheet(name)
-    assert (sheet.memory_gb_per_s, sheet.tflops("bf16")) == (memory_gb_per_s, bf16_tflops)
+    assert (sheet and (sheet.memory_gb_per_s, sheet.tflops("bf16"))) == peaks
     assert Device("cuda", name, slugify(name)).peaks is sheet
     assert Device("cpu", name, "cpu-of-that-name").peaks is None, "peaks are those of a GPU only"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        # Names that contain another product's.
-        "NVIDIA RTX A1000",
-        "NVIDIA GeForce RTX 4080 SUPER",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-    ],
-)
-def test_a_product_that_is_not_in_the_table_has_no_peaks(name):
-    assert datasheet(name) is None
 
 
 def test_datasheets_are_complete_and_order_their_units():
@@ -80,28 +72,12 @@ def test_datasheets_are_complete_and_order_their_units():
             assert sheet.bf16_tflops / sheet.tf32_tflops == pytest.approx(2, rel=0.02)
 
 
-@pytest.fixture
-def fresh_source_state(monkeypatch):
-    """source_state() is asked once a process; here each test asks anew."""
-    for name in ("LABKIT_COMMIT", "LABKIT_DIRTY"):
-        monkeypatch.delenv(name, raising=False)
-    source_state.cache_clear()
-    yield
-    source_state.cache_clear()
-
-
 CANARY = "canary-9f3a61"
 
 
-def test_the_environment_says_what_a_reader_needs_and_nothing_private(
-    monkeypatch, tmp_path, fresh_source_state
-):
+def test_the_environment_says_what_a_reader_needs_and_nothing_private(monkeypatch, tmp_path):
     """Every way to the host's, the user's and the environment's names gives a canary."""
-    for holder, name in (
-        (socket, "gethostname"),
-        (platform, "node"),
-        (os, "getlogin"),
-    ):
+    for holder, name in ((socket, "gethostname"), (platform, "node"), (os, "getlogin")):
         monkeypatch.setattr(holder, name, lambda *_: CANARY)
     uname, fields = platform.uname(), list(os.uname())
     fields[1] = CANARY
@@ -126,38 +102,32 @@ def test_the_environment_says_what_a_reader_needs_and_nothing_private(
 UNKNOWN = {"commit": "unknown", "dirty": None}
 
 
-@pytest.fixture
-def repository(tmp_path, monkeypatch, fresh_source_state) -> Path:
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_changed_code_makes_a_tree_dirty_and_what_measuring_writes_does_not(tmp_path, monkeypatch):
     # The user's own configuration (signing, hooks) stays out.
     for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
         monkeypatch.setenv(name, os.devnull)
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "LABKIT_COMMIT", "LABKIT_DIRTY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(records, "REPOSITORY", tmp_path)
-    assert source_state() == UNKNOWN, "there is no history yet"
-    source_state.cache_clear()
+    # What is asked once a process is asked anew.
+    state = source_state.__wrapped__
+    assert state() == UNKNOWN, "there is no history yet"
     (tmp_path / "code.py").write_text("1\n")
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
     for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    return tmp_path
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_changed_code_makes_a_tree_dirty_and_what_measuring_writes_does_not(repository):
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=repository, text=True)
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True)
     for path in ("report.md", "figures/new", "notebooks/new"):
-        (repository / path).parent.mkdir(exist_ok=True)
-        (repository / path).write_text("2\n")
-    assert source_state() == {"commit": head.strip(), "dirty": False}
-    (repository / "new.py").write_text("2\n")
-    assert source_state()["dirty"] is False, "one run has one source"
-    source_state.cache_clear()
-    assert source_state()["dirty"] is True
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("2\n")
+    assert state() == {"commit": head.strip(), "dirty": False}
+    (tmp_path / "new.py").write_text("2\n")
+    assert state()["dirty"] is True
     # As where the tree belongs to another user, which git refuses.
-    (repository / ".git" / "HEAD").write_text("broken")
-    source_state.cache_clear()
-    assert source_state() == UNKNOWN
+    (tmp_path / ".git" / "HEAD").write_text("broken")
+    assert state() == UNKNOWN
+    assert source_state() is source_state(), "one run has one source"
 
 
 def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
@@ -274,15 +244,15 @@ def test_a_gpu_that_may_not_be_asked_is_measured_all_the_same(monkeypatch):
     assert "sm_clock_mhz_median" not in monitor.summary
 
 
-@pytest.mark.parametrize("compiler", ["C compiler", "C++ compiler"])
-def test_a_missing_compiler_is_named(monkeypatch, compiler):
+@pytest.mark.parametrize(
+    ("compiler", "missing"),
+    [("C compiler", ("cc", "gcc", "clang")), ("C++ compiler", ("c++", "g++", "clang++"))],
+)
+def test_a_missing_compiler_is_named(monkeypatch, compiler, missing):
     device = stub_gpu(monkeypatch, nvml=StubNvml())
-    of_c = ("cc", "gcc", "clang")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(
-        shutil, "which", lambda name: None if (name in of_c) == (compiler == "C compiler") else name
-    )
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in missing else name)
     lacks = environment(device)["lacks"]
     assert list(lacks) == [compiler] and "rows are errors" in lacks[compiler]
 
