@@ -30,9 +30,8 @@ class FakeNvml(types.ModuleType):
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
 
-    def __init__(self, monkeypatch, readings, pids):
+    def __init__(self, readings, pids):
         super().__init__("pynvml")
-        monkeypatch.setitem(sys.modules, "pynvml", self)
         self.readings = [*readings]
         self.num_open = 0
         self.all_read = threading.Event()
@@ -51,10 +50,10 @@ class FakeNvml(types.ModuleType):
     def answer(self, query):
         answer = (7, *self.readings[0])[QUERIES.index(query)]
         if query == QUERIES[-1]:
-            if len(self.readings) == 1:
-                self.all_read.set()
-            else:
+            if len(self.readings) > 1:
                 self.readings.pop(0)
+            else:
+                self.all_read.set()
         return answer
 
 
@@ -65,7 +64,8 @@ def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatc
         (1700, 700_500, 71, power_cap | hot),
         (1900, 690_000, 70, application_setting),
     ]
-    nvml = FakeNvml(monkeypatch, readings, pids=(os.getpid(), 1))
+    nvml = FakeNvml(readings, pids=(os.getpid(), 1))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monitor = Monitor("cuda", interval_s=0.001, wants_energy=lambda time_s: time_s > 0)
     num_threads = threading.active_count()
     with pytest.raises(KeyError), monitor:
@@ -96,7 +96,7 @@ class FakeHost:
         monkeypatch.setattr(time, "process_time", lambda: self.own_s)
         monkeypatch.setattr(os, "sysconf", lambda name: 100)
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        self.set_groups("")
+        self.put("self/cgroup", "")
         self.passes(0.0, 0.0)
 
     def put(self, path: str, text: str) -> None:
@@ -118,12 +118,11 @@ class FakeHost:
         self.used_s += own_s + child_s + other_s
         self.stolen_s += stolen_s
         self.waited_s += waited_s
-        tasks = {
-            "self/task/1": (7.0, "77"),
-            "self/task/2": (self.waited_s, ""),
-            "77/task/77": (0, ""),
-        }
-        for task, (wait_s, child) in tasks.items():
+        for task, wait_s, child in (
+            ("self/task/1", 7.0, "77"),
+            ("self/task/2", self.waited_s, ""),
+            ("77/task/77", 0, ""),
+        ):
             self.put(f"{task}/schedstat", f"5 {round(1e9 * wait_s)} 3\n")
             self.put(f"{task}/children", child)
         ticks = round(100 * self.child_s)
