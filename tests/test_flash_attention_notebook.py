@@ -1,7 +1,32 @@
-"""Notebook 06 from its measurements to its figures, on a CPU."""
+"""Notebook 06: the grid of its cases, and what the chapter's queries and figures make of a few
+hand-made rows.
+"""
 
+import pandas as pd
 import pytest
 from chapters import execute_smoke, recorded
+
+from labkit.report import flash_attention as report
+
+SHAPE = {"batch": 1, "heads": 1, "length": 65536, "d_head": 64, "causal": True}
+
+
+def row(phase: str, time_ms: float = 2.0, *, ours: bool = False, **changes) -> dict:
+    rates = {"achieved_tflops": 100 / time_ms, "sustained_tflops": 80 / time_ms}
+    known = {"phase": phase, "status": "ok", "is_auto": float(ours), "precision": "bf16"}
+    return {**SHAPE, **known, **rates, "median_ms": time_ms, **changes}
+
+
+def test_ours_in_memory_is_what_auto_ran_at_the_next_shorter_length():
+    ran = {"triton": 512, "gluon": 2048}
+    timed = [row(f"{impl} forward_backward", ours=True, length=n) for impl, n in ran.items()]
+    impls = ("triton", "gluon", "fa3")
+    memory = [
+        row("forward_backward", impl=impl, length=n) for impl in impls for n in (256, 1024, 4096)
+    ]
+    found = report.peaks(pd.DataFrame(memory), report.contest(pd.DataFrame(timed)))
+    ours = found[found["impl"] == "ours"]
+    assert list(ours["length"]) == [1024, 4096] and list(ours["ran"]) == ["triton", "gluon"]
 
 
 @pytest.mark.slow
