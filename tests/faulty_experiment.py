@@ -227,13 +227,7 @@ class FaultySession(Session):
     over.
     """
 
-    @property
-    def module_name(self) -> str:
-        return __name__
-
-    @module_name.setter
-    def module_name(self, name: str) -> None:
-        pass
+    module_name = property(lambda self: __name__, lambda self, name: None)
 
 
 def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = False) -> Session:

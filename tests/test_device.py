@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stub_nvml import StubNvml
 
 from labkit import device as device_module
 from labkit import records
@@ -144,36 +145,6 @@ def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
     assert "smoke" in rows["GPU"].disables and "gloo" in rows["GPU"].disables
 
 
-class StubNvml(types.ModuleType):
-    """NVML of one GPU, used by processes `pids`; what is `refused` is not supported."""
-
-    NVMLError = type("NVMLError", (Exception,), {})
-    NVML_CLOCK_SM = 1
-    NVML_CLOCK_MEM = 2
-
-    def __init__(self, pids=(), refused=()):
-        super().__init__("pynvml")
-        processes = [types.SimpleNamespace(pid=pid) for pid in pids]
-        self.refused = ("nvmlDeviceGetNvLinkState", *refused)
-        self.answers = {
-            "nvmlSystemGetDriverVersion": "580.1",
-            "nvmlDeviceGetComputeRunningProcesses": processes,
-            "nvmlDeviceGetMaxClockInfo": 1980,
-            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-        }
-
-    def __repr__(self):  # in the names of tests, which must not change from run to run
-        return "NVML"
-
-    def __getattr__(self, name):
-        def answer(*_):
-            if name in self.refused:
-                raise self.NVMLError
-            return self.answers.get(name)
-
-        return answer
-
-
 def stub_gpu(monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140, nvml=None):
     properties = types.SimpleNamespace(
         major=capability[0],
@@ -191,20 +162,28 @@ def stub_gpu(monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140,
     return Device("cuda", name, slugify(name))
 
 
+ANSWERS = {
+    "nvmlSystemGetDriverVersion": "580.1",
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+}
 WHOLE_GPU_ONLY = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMaxClockInfo")
-NO_LEAVE = StubNvml(refused=("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByIndex"))
+NO_LEAVE = StubNvml(refused=("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByIndex"), **ANSWERS)
 HOPPER = "Hopper's matrix products"
 
 
 @pytest.mark.parametrize(
     ("gpu", "lacks"),
     [
-        ({"nvml": StubNvml()}, {}),
+        ({"nvml": StubNvml(**ANSWERS)}, {}),
         ({"nvml": None}, {"NVIDIA driver and NVML": "power"}),
         ({"nvml": NO_LEAVE}, {}),
-        ({"nvml": StubNvml(pids=[1, 1])}, {"GPU to itself": "2 other processes"}),
+        ({"nvml": StubNvml([1, 1], **ANSWERS)}, {"GPU to itself": "2 other processes"}),
         (
-            {"name": "NVIDIA H200 MIG 1g.18gb", "nvml": StubNvml(refused=WHOLE_GPU_ONLY)},
+            {
+                "name": "NVIDIA H200 MIG 1g.18gb",
+                "nvml": StubNvml(refused=WHOLE_GPU_ONLY, **ANSWERS),
+            },
             {"whole GPU": "energy", "datasheet peaks": "measured ceiling"},
         ),
         (
@@ -226,7 +205,7 @@ HOPPER = "Hopper's matrix products"
     ids=str,
 )
 def test_each_lack_of_a_gpu_is_named_with_what_runs_instead(monkeypatch, gpu, lacks):
-    nvml = gpu.get("nvml", StubNvml())
+    nvml = gpu.get("nvml", StubNvml(**ANSWERS))
     record = environment(stub_gpu(monkeypatch, **gpu | {"nvml": nvml}))
     assert record["lacks"].keys() == lacks.keys()
     for name, words in lacks.items():
@@ -249,7 +228,7 @@ def test_a_gpu_that_may_not_be_asked_is_measured_all_the_same(monkeypatch):
     [("C compiler", ("cc", "gcc", "clang")), ("C++ compiler", ("c++", "g++", "clang++"))],
 )
 def test_a_missing_compiler_is_named(monkeypatch, compiler, missing):
-    device = stub_gpu(monkeypatch, nvml=StubNvml())
+    device = stub_gpu(monkeypatch, nvml=StubNvml(**ANSWERS))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None if name in missing else name)
