@@ -24,6 +24,9 @@ class StubNvml(types.ModuleType):
         return "NVML"
 
     def __getattr__(self, name):
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+
         def answer(*_):
             if name in self.refused:
                 raise self.NVMLError
