@@ -4,6 +4,7 @@ Nothing here imports torch.
 """
 
 import ast
+import functools
 import os
 import re
 import sys
@@ -67,6 +68,7 @@ def read(name: str):
     return nbformat.read(path(name), as_version=4)
 
 
+@functools.cache  # a comparison of devices asks for each of hundreds of rows
 def title(name: str) -> str:
     """Returns the notebook's title, "01 · Benchmarking"."""
     return read(name).cells[0].source.splitlines()[0].lstrip("# ")

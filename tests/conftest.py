@@ -4,7 +4,7 @@ import atexit
 import concurrent.futures
 import gc
 import importlib.metadata
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 import tempfile
@@ -224,6 +224,15 @@ def interpreted():
             if before is not None:
                 os.environ["TRITON_INTERPRET"] = before
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=240)
+
+
+@pytest.fixture(scope="session")
+def plain_workers():
+    """Has workers of sessions in this process begin with torch alone, which tells an out-of-memory
+    from another error, without the chapters and the compiler.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "labkit.experiments.sweep"])
+    multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture

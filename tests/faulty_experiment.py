@@ -227,13 +227,7 @@ class FaultySession(Session):
     over.
     """
 
-    @property
-    def module_name(self) -> str:
-        return __name__
-
-    @module_name.setter
-    def module_name(self, name: str) -> None:
-        pass
+    module_name = property(lambda self: __name__, lambda self, name: None)
 
 
 def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = False) -> Session:
@@ -250,24 +244,27 @@ def serve() -> None:
     """Runs sessions as they are asked for on stdin, one JSON object a line, each in a process of
     its own.
 
-    Answers with the process id, and with its wait status once it has ended. The processes are forks
-    of this one, which has everything imported: that takes longer than the session itself. It must
+    Answers with the process id, and asked for it with its wait status. The processes are forks of
+    this one, which has everything imported: that takes longer than the session itself. It must
     not ask for the device: CUDA does not work in a fork of a process that has used it.
     """
     import torch  # noqa: F401
 
-    # Workers that need no compiler need not wait for it.
+    # Workers that need neither a compiler nor a chapter need not wait for them.
     sweep.PRELOADED = ()
+    sweep.notebooks.names = list
     sweep.has_gpu_driver = lambda: True
 
     source_state()
     for line in sys.stdin:
         request = json.loads(line)
+        if "ended" in request:
+            print(os.waitpid(request["ended"], 0)[1], flush=True)
+            continue
         pid = os.fork()
         if pid == 0:
             _serve_one(request)
         print(pid, flush=True)
-        print(os.waitpid(pid, 0)[1], flush=True)
 
 
 def _serve_one(request: dict) -> None:
@@ -279,8 +276,7 @@ def _serve_one(request: dict) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout carries the server's answers only
         plan = [make_case(**arguments) for arguments in request["plan"]]
-        session = open_session(request["output"], plan)
-        session.run()
+        open_session(request["output"], plan).run()
         code = 0
     except BaseException:
         traceback.print_exc()

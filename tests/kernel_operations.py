@@ -28,14 +28,18 @@ IMPL = "triton" if fused.IS_INTERPRETED else "auto"
 class Operation:
     """Ours and the formula, both of the tensors to differentiate by.
 
-    size: the shape of the first where a test asks for no other; others: those of the others, for
-    that of the first.
+    size: the shape of the first where a test asks for no other; others: those of the others, parts
+    of it or a function of it.
     """
 
     ours: Callable
     formula: Callable
     size: tuple[int, ...] = (5, 6)
-    others: Callable = lambda size: []
+    others: tuple | Callable = ()
+
+
+ROW = slice(-1, None)
+SAME = slice(None)
 
 
 def targets_of(x: Tensor, num_classes: int) -> Tensor:
@@ -99,24 +103,18 @@ OPERATIONS = {
     "rms_norm": Operation(
         lambda x, w: rms_norm(x, w, EPS),
         lambda x, w: F.rms_norm(x, w.shape, w, EPS),
-        others=lambda size: [size[-1:]],
+        others=(ROW,),
     ),
     "rms_norm of a sum": Operation(
-        lambda x, w, r: rms_norm(x, w, EPS, r),
-        rms_norm_formula,
-        others=lambda size: [size[-1:], size],
+        lambda x, w, r: rms_norm(x, w, EPS, r), rms_norm_formula, others=(ROW, SAME)
     ),
     "layer_norm": Operation(
-        lambda x, w, b: layer_norm(x, w, b, EPS),
-        layer_norm_formula,
-        others=lambda size: [size[-1:], size[-1:]],
+        lambda x, w, b: layer_norm(x, w, b, EPS), layer_norm_formula, others=(ROW, ROW)
     ),
     "layer_norm of a sum": Operation(
-        lambda x, w, b, r: layer_norm(x, w, b, EPS, r),
-        layer_norm_formula,
-        others=lambda size: [size[-1:], size[-1:], size],
+        lambda x, w, b, r: layer_norm(x, w, b, EPS, r), layer_norm_formula, others=(ROW, ROW, SAME)
     ),
-    "swiglu": Operation(swiglu, lambda gate, up: F.silu(gate) * up, others=lambda size: [size]),
+    "swiglu": Operation(swiglu, lambda gate, up: F.silu(gate) * up, others=(SAME,)),
     "rotary": Operation(
         lambda q, k: rotary(q, k, *tables_of(q)),
         rotary_formula,
@@ -152,17 +150,13 @@ OPERATIONS = {
         F.linear,
         others=lambda size: [(4, size[-1]), (4,)],
     ),
-    "weighted_sum": Operation(
-        weighted_sum,
-        lambda x, w: (x * w).sum(-1),
-        others=lambda size: [size[-1:]],
-    ),
+    "weighted_sum": Operation(weighted_sum, lambda x, w: (x * w).sum(-1), others=(ROW,)),
     "column_sums": Operation(column_sums, lambda x: x.sum(0)),
     "flash_attention": Operation(
         lambda *qkv: flash_attention.flash_attention(*qkv, impl=IMPL),
         attention_reference,
         HEADS,
-        lambda size: [size, size],
+        (SAME, SAME),
     ),
 }
 
@@ -171,9 +165,11 @@ def draw(name: str, dtype: torch.dtype, size: tuple[int, ...] | None = None) -> 
     """Returns leaves that are the same in every dtype, but for their roundings."""
     operation, generator = OPERATIONS[name], torch.Generator().manual_seed(0)
     size = size or operation.size
+    others = operation.others
+    shapes = others(size) if callable(others) else [size[part] for part in others]
     return [
         torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-        for shape in (size, *operation.others(size))
+        for shape in (size, *shapes)
     ]
 
 

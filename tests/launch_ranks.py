@@ -22,11 +22,6 @@ def wait_for(path: str):
         time.sleep(0.02)
 
 
-def rank_and_device():
-    yield dist.get_rank()
-    yield str(rank_device())
-
-
 def end(how: str | int):
     """Yields the rank's process, then rank 1 ends as asked for, by a signal if that is a number,
     while rank 0 waits for it.
@@ -49,9 +44,11 @@ def end(how: str | int):
 
 
 def start_child():
-    """Yields a process that the rank starts in a session of its own, then one that stays in the
-    rank's.
+    """Yields the rank and its device, a process that it starts in a session of its own, and one
+    that stays in the rank's.
     """
+    yield dist.get_rank()
+    yield str(rank_device())
     for apart in (True, False):
         yield subprocess.Popen(["sleep", "600"], start_new_session=apart).pid
 

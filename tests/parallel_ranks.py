@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.accounting import OPERATIONS, bus_factor
 from labkit.configs import ModelConfig
 from labkit.experiments.course_adapters import get_fsdp
 from labkit.kernels.adamw import FusedAdamW
@@ -336,9 +337,7 @@ def check_a_fully_sharded_transformer_trains_as_in_one_process():
 
 def check_collectives_move_the_right_elements_and_count_as_nccl_tests_does():
     number = dist.get_world_size()
-    factors = dict.fromkeys(collectives.OPERATIONS, (number - 1) / number)
-    factors |= {"all_reduce": 2 * (number - 1) / number, "broadcast": 1}
-    for operation, dtype in itertools.product(factors, (torch.float32, torch.bfloat16)):
+    for operation, dtype in itertools.product(OPERATIONS, (torch.float32, torch.bfloat16)):
         result = collectives.time_collective(operation, 100_003, dtype)
         # What is no whole number of elements for each rank is left off.
         assert result["num_bytes"] == 100_003 // (number * dtype.itemsize) * number * dtype.itemsize
@@ -347,7 +346,7 @@ def check_collectives_move_the_right_elements_and_count_as_nccl_tests_does():
         assert result["issue_s"] == result["seconds"] and len(result["times_s"]) == 20
         rate = result["num_bytes"] / result["seconds"] / 1e9
         assert result["algorithm_gbs"] == pytest.approx(rate)
-        assert result["bus_gbs"] == pytest.approx(rate * factors[operation])
+        assert result["bus_gbs"] == pytest.approx(rate * bus_factor(operation, number))
         collectives.check_ranks_agree([result])
 
 

@@ -118,7 +118,7 @@ def weight(source: str) -> tuple[int, int]:
 
 # What stands; it may only fall. The design asks for 125,000 of the package.
 @pytest.mark.parametrize(
-    ("folder", "most_tokens"), [(PACKAGE, 174_000), (TESTS, 96_200)], ids=["labkit", "tests"]
+    ("folder", "most_tokens"), [(PACKAGE, 174_000), (TESTS, 93_700)], ids=["labkit", "tests"]
 )
 def test_the_whole_grows_no_heavier(folder, most_tokens):
     """One total: what grows in one file has to go in another."""
@@ -130,14 +130,3 @@ def test_lines_are_not_packed():
     weights = [weight(path.read_text(encoding="utf-8")) for path in MODULES]
     num_tokens, num_lines = map(sum, zip(*weights, strict=True))
     assert num_tokens <= 10 * num_lines
-
-
-def test_public_functions_say_what_they_return():
-    missing = []
-    for path in MODULES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                is_short = isinstance(node, ast.FunctionDef) and len(node.body) <= 2
-                if not ast.get_docstring(node) and not is_short and path.name != "cli.py":
-                    missing.append(f"{path.name}: {node.name}")
-    assert not missing

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stub_nvml import StubNvml
 
 from labkit import device as device_module
 from labkit import records
@@ -40,35 +41,27 @@ def test_the_detected_device_is_the_one_torch_has_and_torch_is_not_imported_for_
     assert (slug, is_imported) == (device.slug, str(device_module.has_gpu_driver()))
 
 
-@pytest.mark.parametrize(
-    ("name", "memory_gb_per_s", "bf16_tflops"),
-    [
-        ("NVIDIA H200 NVL", 4800, 835.5),
-        ("NVIDIA H200", 4800, 989.4),
-        ("NVIDIA A100-SXM4-40GB", 1555, 312.0),
-        ("Tesla T4", 320, None),
-    ],
-)
-def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops):
+PRODUCTS = {
+    "NVIDIA H200 NVL": (4800, 835.5),
+    "NVIDIA H200": (4800, 989.4),
+    "NVIDIA A100-SXM4-40GB": (1555, 312.0),
+    "Tesla T4": (320, None),
+    "": None,
+    # Names that contain another product's.
+    "NVIDIA RTX A1000": None,
+    "NVIDIA GeForce RTX 4080 SUPER": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+}
+"""GB/s of memory and TFLOP/s in bf16 of products that have a datasheet."""
+
+
+@pytest.mark.parametrize(("name", "peaks"), PRODUCTS.items())
+def test_a_product_has_its_own_datasheet_or_none(name, peaks):
     sheet = datasheet(name)
-    assert (sheet.memory_gb_per_s, sheet.tflops("bf16")) == (memory_gb_per_s, bf16_tflops)
+    assert (sheet and (sheet.memory_gb_per_s, sheet.tflops("bf16"))) == peaks
     assert Device("cuda", name, slugify(name)).peaks is sheet
     assert Device("cpu", name, "cpu-of-that-name").peaks is None, "peaks are those of a GPU only"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        # Names that contain another product's.
-        "NVIDIA RTX A1000",
-        "NVIDIA GeForce RTX 4080 SUPER",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-    ],
-)
-def test_a_product_that_is_not_in_the_table_has_no_peaks(name):
-    assert datasheet(name) is None
 
 
 def test_datasheets_are_complete_and_order_their_units():
@@ -80,28 +73,12 @@ def test_datasheets_are_complete_and_order_their_units():
             assert sheet.bf16_tflops / sheet.tf32_tflops == pytest.approx(2, rel=0.02)
 
 
-@pytest.fixture
-def fresh_source_state(monkeypatch):
-    """source_state() is asked once a process; here each test asks anew."""
-    for name in ("LABKIT_COMMIT", "LABKIT_DIRTY"):
-        monkeypatch.delenv(name, raising=False)
-    source_state.cache_clear()
-    yield
-    source_state.cache_clear()
-
-
 CANARY = "canary-9f3a61"
 
 
-def test_the_environment_says_what_a_reader_needs_and_nothing_private(
-    monkeypatch, tmp_path, fresh_source_state
-):
+def test_the_environment_says_what_a_reader_needs_and_nothing_private(monkeypatch, tmp_path):
     """Every way to the host's, the user's and the environment's names gives a canary."""
-    for holder, name in (
-        (socket, "gethostname"),
-        (platform, "node"),
-        (os, "getlogin"),
-    ):
+    for holder, name in ((socket, "gethostname"), (platform, "node"), (os, "getlogin")):
         monkeypatch.setattr(holder, name, lambda *_: CANARY)
     uname, fields = platform.uname(), list(os.uname())
     fields[1] = CANARY
@@ -126,38 +103,32 @@ def test_the_environment_says_what_a_reader_needs_and_nothing_private(
 UNKNOWN = {"commit": "unknown", "dirty": None}
 
 
-@pytest.fixture
-def repository(tmp_path, monkeypatch, fresh_source_state) -> Path:
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_changed_code_makes_a_tree_dirty_and_what_measuring_writes_does_not(tmp_path, monkeypatch):
     # The user's own configuration (signing, hooks) stays out.
     for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
         monkeypatch.setenv(name, os.devnull)
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "LABKIT_COMMIT", "LABKIT_DIRTY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(records, "REPOSITORY", tmp_path)
-    assert source_state() == UNKNOWN, "there is no history yet"
-    source_state.cache_clear()
+    # What is asked once a process is asked anew.
+    state = source_state.__wrapped__
+    assert state() == UNKNOWN, "there is no history yet"
     (tmp_path / "code.py").write_text("1\n")
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
     for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    return tmp_path
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_changed_code_makes_a_tree_dirty_and_what_measuring_writes_does_not(repository):
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=repository, text=True)
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True)
     for path in ("report.md", "figures/new", "notebooks/new"):
-        (repository / path).parent.mkdir(exist_ok=True)
-        (repository / path).write_text("2\n")
-    assert source_state() == {"commit": head.strip(), "dirty": False}
-    (repository / "new.py").write_text("2\n")
-    assert source_state()["dirty"] is False, "one run has one source"
-    source_state.cache_clear()
-    assert source_state()["dirty"] is True
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("2\n")
+    assert state() == {"commit": head.strip(), "dirty": False}
+    (tmp_path / "new.py").write_text("2\n")
+    assert state()["dirty"] is True
     # As where the tree belongs to another user, which git refuses.
-    (repository / ".git" / "HEAD").write_text("broken")
-    source_state.cache_clear()
-    assert source_state() == UNKNOWN
+    (tmp_path / ".git" / "HEAD").write_text("broken")
+    assert state() == UNKNOWN
+    assert source_state() is source_state(), "one run has one source"
 
 
 def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
@@ -172,36 +143,6 @@ def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
     assert rows["nsys"].detail == "it does not start"
     # What is still possible is said too, so that a laptop's owner knows to go on.
     assert "smoke" in rows["GPU"].disables and "gloo" in rows["GPU"].disables
-
-
-class StubNvml(types.ModuleType):
-    """NVML of one GPU, used by processes `pids`; what is `refused` is not supported."""
-
-    NVMLError = type("NVMLError", (Exception,), {})
-    NVML_CLOCK_SM = 1
-    NVML_CLOCK_MEM = 2
-
-    def __init__(self, pids=(), refused=()):
-        super().__init__("pynvml")
-        processes = [types.SimpleNamespace(pid=pid) for pid in pids]
-        self.refused = ("nvmlDeviceGetNvLinkState", *refused)
-        self.answers = {
-            "nvmlSystemGetDriverVersion": "580.1",
-            "nvmlDeviceGetComputeRunningProcesses": processes,
-            "nvmlDeviceGetMaxClockInfo": 1980,
-            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-        }
-
-    def __repr__(self):  # in the names of tests, which must not change from run to run
-        return "NVML"
-
-    def __getattr__(self, name):
-        def answer(*_):
-            if name in self.refused:
-                raise self.NVMLError
-            return self.answers.get(name)
-
-        return answer
 
 
 def stub_gpu(monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140, nvml=None):
@@ -221,20 +162,28 @@ def stub_gpu(monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140,
     return Device("cuda", name, slugify(name))
 
 
+ANSWERS = {
+    "nvmlSystemGetDriverVersion": "580.1",
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+}
 WHOLE_GPU_ONLY = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMaxClockInfo")
-NO_LEAVE = StubNvml(refused=("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByIndex"))
+NO_LEAVE = StubNvml(refused=("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByIndex"), **ANSWERS)
 HOPPER = "Hopper's matrix products"
 
 
 @pytest.mark.parametrize(
     ("gpu", "lacks"),
     [
-        ({"nvml": StubNvml()}, {}),
+        ({"nvml": StubNvml(**ANSWERS)}, {}),
         ({"nvml": None}, {"NVIDIA driver and NVML": "power"}),
         ({"nvml": NO_LEAVE}, {}),
-        ({"nvml": StubNvml(pids=[1, 1])}, {"GPU to itself": "2 other processes"}),
+        ({"nvml": StubNvml([1, 1], **ANSWERS)}, {"GPU to itself": "2 other processes"}),
         (
-            {"name": "NVIDIA H200 MIG 1g.18gb", "nvml": StubNvml(refused=WHOLE_GPU_ONLY)},
+            {
+                "name": "NVIDIA H200 MIG 1g.18gb",
+                "nvml": StubNvml(refused=WHOLE_GPU_ONLY, **ANSWERS),
+            },
             {"whole GPU": "energy", "datasheet peaks": "measured ceiling"},
         ),
         (
@@ -256,7 +205,7 @@ HOPPER = "Hopper's matrix products"
     ids=str,
 )
 def test_each_lack_of_a_gpu_is_named_with_what_runs_instead(monkeypatch, gpu, lacks):
-    nvml = gpu.get("nvml", StubNvml())
+    nvml = gpu.get("nvml", StubNvml(**ANSWERS))
     record = environment(stub_gpu(monkeypatch, **gpu | {"nvml": nvml}))
     assert record["lacks"].keys() == lacks.keys()
     for name, words in lacks.items():
@@ -274,15 +223,15 @@ def test_a_gpu_that_may_not_be_asked_is_measured_all_the_same(monkeypatch):
     assert "sm_clock_mhz_median" not in monitor.summary
 
 
-@pytest.mark.parametrize("compiler", ["C compiler", "C++ compiler"])
-def test_a_missing_compiler_is_named(monkeypatch, compiler):
-    device = stub_gpu(monkeypatch, nvml=StubNvml())
-    of_c = ("cc", "gcc", "clang")
+@pytest.mark.parametrize(
+    ("compiler", "missing"),
+    [("C compiler", ("cc", "gcc", "clang")), ("C++ compiler", ("c++", "g++", "clang++"))],
+)
+def test_a_missing_compiler_is_named(monkeypatch, compiler, missing):
+    device = stub_gpu(monkeypatch, nvml=StubNvml(**ANSWERS))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(
-        shutil, "which", lambda name: None if (name in of_c) == (compiler == "C compiler") else name
-    )
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in missing else name)
     lacks = environment(device)["lacks"]
     assert list(lacks) == [compiler] and "rows are errors" in lacks[compiler]
 

@@ -3,10 +3,9 @@
 import pandas as pd
 import pytest
 
-from labkit import accounting
-from labkit.configs import STEP_PARTS, model_config
+from labkit.configs import STEP_PARTS
 from labkit.report import distributed as report
-from labkit.report.facts import compare, measured
+from labkit.report.facts import compare
 
 LARGE = {"size": "2.7b", "precision": "bf16"}
 CASE = {**LARGE, "compile": "graph", "batch": 4, "context": 512, "world_size": 2}
@@ -47,24 +46,6 @@ def test_sharding_is_compared_with_a_rank_that_updates_as_little():
     assert (fact["base"].value, fact["other"].value, fact.verdict) == (90.0, 120.0, "behind")
     unknown = report.added(STEPS, NOTHING, LINKS)
     assert compare(unknown, *sides, **LARGE).missing, "AdamW was not measured"
-
-
-def test_limits_leave_adamw_out_and_take_the_rate_of_an_all_reduce():
-    row = ADDED.iloc[0]
-    flops = accounting.phase_flops(model_config("2.7b"), 4, 512, "forward_backward", causal=True)
-    assert row["rate_tflops"] == pytest.approx(flops / 0.080 / 1e12)
-    gradients = accounting.ring_seconds("all_reduce", 4, 2, 250e9)  # of a parameter
-    assert 4 * row["least_tokens"] / (1e12 * row["rate_tflops"]) == pytest.approx(gradients)
-    pairs = report.added(STEPS, PROFILES, report.most_ranks(NOTHING))
-    assert measured(pairs, "least_tokens", phase="fsdp", **LARGE).missing, "no link was measured"
-
-
-def test_memory_is_predicted_for_the_ways_that_shard():
-    observed = {"num_parameters": 1000}
-    for way, stage in {"sharded optimizer": 1, "fsdp copy": 3}.items():
-        rows = pd.DataFrame([step(way, after_step_bytes=1.0, observed=observed)])
-        expected = accounting.zero_bytes(1000, 2, stage, compute_bytes=0)
-        assert report.held(rows)["predicted_bytes"].item() == sum(expected.values())
 
 
 def test_a_step_is_split_into_parts_and_a_remainder_that_add_up():

@@ -77,9 +77,9 @@ def test_ranks_listen_on_the_loopback_interface_alone(left, tmp_path):
 
 @on_linux
 def test_ranks_return_what_they_have_and_no_process_that_they_start_outlives_the_call(left):
-    pids = launch(launch_ranks.start_child, 2, device="cpu")
-    assert len({*pids[0], *pids[1]}) == 4 and not left()
-    assert launch(launch_ranks.rank_and_device, 1, device="cpu") == [[0, "cpu"]]
+    (first, *pids), (second, *others) = launch(launch_ranks.start_child, 2, device="cpu")
+    assert (first, second, pids[0], others[0]) == (0, 1, "cpu", "cpu")
+    assert len({*pids, *others}) == 5 and not left()
 
 
 @pytest.mark.parametrize(

@@ -6,79 +6,53 @@ import subprocess
 import sys
 import threading
 import time
-import types
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
+from stub_nvml import StubNvml
 
 from labkit import device as device_module
 from labkit import monitor as monitor_module
 from labkit.monitor import Monitor
 
-QUERIES = (
-    "nvmlDeviceGetTotalEnergyConsumption",
-    "nvmlDeviceGetClockInfo",
-    "nvmlDeviceGetPowerUsage",
-    "nvmlDeviceGetTemperature",
-    "nvmlDeviceGetCurrentClocksThrottleReasons",
-)
-
-
-class FakeNvml(types.ModuleType):
-    """NVML of a GPU with the readings given, as pynvml spells it; the last one is repeated."""
-
-    NVMLError = type("NVMLError", (Exception,), {})
-    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
-
-    def __init__(self, monkeypatch, readings, pids):
-        super().__init__("pynvml")
-        monkeypatch.setitem(sys.modules, "pynvml", self)
-        self.readings = [*readings]
-        self.num_open = 0
-        self.all_read = threading.Event()
-        self.nvmlDeviceGetHandleByIndex = self.nvmlDeviceGetHandleByUUID = lambda index: index
-        processes = [types.SimpleNamespace(pid=pid) for pid in pids]
-        self.nvmlDeviceGetComputeRunningProcesses = lambda handle: processes
-        for query in QUERIES:
-            setattr(self, query, lambda *_, query=query: self.answer(query))
-
-    def nvmlInit(self):  # noqa: N802
-        self.num_open += 1
-
-    def nvmlShutdown(self):  # noqa: N802
-        self.num_open -= 1
-
-    def answer(self, query):
-        answer = (7, *self.readings[0])[QUERIES.index(query)]
-        if query == QUERIES[-1]:
-            if len(self.readings) == 1:
-                self.all_read.set()
-            else:
-                self.readings.pop(0)
-        return answer
-
 
 def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatch):
     idle, application_setting, power_cap, hot = 0x1, 0x2, 0x4, 0x40
-    readings = [
-        (1980, 650_000, 60, idle),
-        (1700, 700_500, 71, power_cap | hot),
-        (1900, 690_000, 70, application_setting),
-    ]
-    nvml = FakeNvml(monkeypatch, readings, pids=(os.getpid(), 1))
+    num_open = []
+    all_read = threading.Event()
+
+    def reasons_and_last():
+        if len(reasons) == 1:
+            all_read.set()
+            return reasons[0]
+        return reasons.pop(0)
+
+    reasons = [idle, power_cap | hot, application_setting]
+    nvml = StubNvml(
+        pids=(os.getpid(), 1),
+        nvmlInit=lambda: num_open.append("GPU"),
+        nvmlShutdown=num_open.pop,
+        nvmlDeviceGetTotalEnergyConsumption=7,
+        nvmlDeviceGetClockInfo=1980,
+        nvmlDeviceGetPowerUsage=chain([650_000, 700_500], repeat(690_000)).__next__,
+        nvmlDeviceGetTemperature=chain([60, 71], repeat(70)).__next__,
+        nvmlDeviceGetCurrentClocksThrottleReasons=reasons_and_last,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monitor = Monitor("cuda", interval_s=0.001, wants_energy=lambda time_s: time_s > 0)
     num_threads = threading.active_count()
     with pytest.raises(KeyError), monitor:
-        assert nvml.all_read.wait(timeout=20.0) and nvml.num_open == 1
+        assert all_read.wait(timeout=20.0) and len(num_open) == 1
         raise KeyError
-    assert nvml.num_open == 0, "NVML stays open"
+    assert not num_open, "NVML stays open"
     assert threading.active_count() == num_threads, "the thread goes on"
     assert monitor.readings == sorted(monitor.readings)
     assert monitor.readings[0][1:4] == (7, 1980, 650_000)
     assert (monitor.summary["power_w_max"], monitor.summary["temperature_c_max"]) == (700.5, 71)
     # Neither idling nor a clock that the user set is throttling.
-    reasons = ["hardware thermal slowdown", "software power cap"]
-    assert monitor.summary["throttle_reasons"] == reasons
+    known = ["hardware thermal slowdown", "software power cap"]
+    assert monitor.summary["throttle_reasons"] == known
     assert monitor.summary["disturbed"] and monitor.summary["foreign_processes"] == 1
     assert "other processes on the GPU: 1" in monitor.summary["disturbed_by"]
 
@@ -96,7 +70,7 @@ class FakeHost:
         monkeypatch.setattr(time, "process_time", lambda: self.own_s)
         monkeypatch.setattr(os, "sysconf", lambda name: 100)
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        self.set_groups("")
+        self.put("self/cgroup", "")
         self.passes(0.0, 0.0)
 
     def put(self, path: str, text: str) -> None:
@@ -118,12 +92,11 @@ class FakeHost:
         self.used_s += own_s + child_s + other_s
         self.stolen_s += stolen_s
         self.waited_s += waited_s
-        tasks = {
-            "self/task/1": (7.0, "77"),
-            "self/task/2": (self.waited_s, ""),
-            "77/task/77": (0, ""),
-        }
-        for task, (wait_s, child) in tasks.items():
+        for task, wait_s, child in (
+            ("self/task/1", 7.0, "77"),
+            ("self/task/2", self.waited_s, ""),
+            ("77/task/77", 0, ""),
+        ):
             self.put(f"{task}/schedstat", f"5 {round(1e9 * wait_s)} 3\n")
             self.put(f"{task}/children", child)
         ticks = round(100 * self.child_s)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from labkit import records
 from labkit.configs import FIGURES, REFERENCE_DEVICE
-from labkit.records import Record, RecordError, RecordStore, newest, to_frame
+from labkit.records import Record, RecordError, RecordStore, newest
 
 SOFTWARE = {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "driver": "580.159.04"}
 
@@ -261,15 +261,3 @@ def test_a_run_takes_over_what_was_measured_alike(changes, is_same, is_taken_ove
     changed = make_record(**changes)
     assert (changed.identity == make_record().identity) is is_same
     assert (changed.resume_key() == make_record().resume_key()) is is_taken_over
-
-
-def test_a_frame_has_one_row_per_record_and_a_column_per_number():
-    sustained = {"sustained": {"num_calls": 3, "no_energy": "no counter"}, "disturbed": True}
-    failed = make_record(status="oom", metrics={}, telemetry=sustained)
-    frame = to_frame([make_record(), failed])
-    assert list(frame["status"]) == ["ok", "oom"]
-    assert frame["median_ms"][0] == 1.25
-    assert math.isnan(frame["median_ms"][1]), "a failure is no number"
-    assert frame["timer_method"][0] == "window"
-    assert list(frame["disturbed"]) == [False, True]
-    assert list(frame["no_energy"].fillna("")) == ["", "no counter"]

@@ -4,7 +4,6 @@ exactly.
 
 import errno
 import json
-import multiprocessing.forkserver
 import os
 import random
 import re
@@ -12,8 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -34,13 +32,7 @@ TIMEOUT_S = 2.5
 GONE_WITHIN_S = 5.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm_fork_server():
-    """Loads torch once, so that telling an out-of-memory from another error takes no worker the
-    time to do so.
-    """
-    multiprocessing.set_forkserver_preload(["torch", "labkit.experiments.sweep"])
-    multiprocessing.forkserver.ensure_running()
+pytestmark = pytest.mark.usefixtures("plain_workers")
 
 
 @pytest.fixture
@@ -66,12 +58,8 @@ def started(log: Path, name: str, without: str = "") -> list[str]:
     return [step for step in steps if step not in ("build", without)]
 
 
-def folder(output: Path) -> Path:
-    return output / detect().slug
-
-
 def store(output: Path) -> RecordStore:
-    return RecordStore(folder(output) / "records" / f"{NOTEBOOK}.jsonl")
+    return RecordStore(output / detect().slug / "records" / f"{NOTEBOOK}.jsonl")
 
 
 def records_of(output: Path, name: str) -> dict[str, Record]:
@@ -94,11 +82,6 @@ def pids(output: Path, name: str) -> list[int]:
         for record in records_of(output, name).values()
         if record.status == "ok"
     ]
-
-
-def marked(mark: str) -> list[int]:
-    """Returns every process that inherited `mark`."""
-    return holding(f"{MARK}={mark}\0".encode())
 
 
 def run(output: Path, plan: list[sweep.Case], *, fresh: bool = False) -> None:
@@ -138,17 +121,6 @@ HITS = [
 ]
 
 
-def check_outcome(output: Path, name: str, behaviour: str, lost: Sequence[str]) -> None:
-    """Asserts that a case has lost these phases by its fault and no other."""
-    records = records_of(output, name)
-    assert set(records) == set(PHASES)
-    for phase, record in records.items():
-        status, reason = (ENDED | KEPT)[behaviour] if phase in lost else ("ok", "")
-        assert record.status == status, (name, phase, record.reason)
-        assert reason in record.reason and "\n" not in record.reason, (name, phase)
-        assert (status == "ok") == bool(record.metrics), (name, phase)
-
-
 def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log):
     plan = [make_case("first", log)]
     for behaviour, at, _ in HITS:
@@ -156,14 +128,22 @@ def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log):
         plan.append(make_case(f"{behaviour} {at}", log, behaviour, at, **slow))
         plan.append(make_case(f"after {behaviour} {at}", log))
     run(output, plan)
-    children = {step["pid"] for step in taken(log) if step["step"] == "child"}
+    steps = taken(log)
+    children = {step["pid"] for step in steps if step["step"] == "child"}
     assert len(children) == 2 and is_true_within(
         GONE_WITHIN_S, lambda: not children & set(holding(b"="))
     )
+    assert not any(step.get("num_alive") for step in steps), "one case lies beside the next"
     before = "first"
     for behaviour, at, lost in HITS:
         name, after = f"{behaviour} {at}", f"after {behaviour} {at}"
-        check_outcome(output, name, behaviour, lost)
+        records = records_of(output, name)
+        assert set(records) == set(PHASES)
+        for phase, record in records.items():
+            status, reason = (ENDED | KEPT)[behaviour] if phase in lost else ("ok", "")
+            assert record.status == status, (name, phase, record.reason)
+            assert reason in record.reason and "\n" not in record.reason, (name, phase)
+            assert (status == "ok") == bool(record.metrics), (name, phase)
         assert outcome(output, after) == ALL_OK
         assert started(log, name, without="child") == ([] if at == "build" else list(PHASES))
         workers = {pid for one in (before, name, after) for pid in pids(output, one)}
@@ -202,28 +182,20 @@ def test_fresh_process_gets_a_worker_that_has_done_nothing_also_after_a_declined
     assert "".join(first_case_of.values()) == "abdee"
 
 
-def ceiling(name: str, log: Path, behaviour: str = "none") -> sweep.Case:
-    return make_case(name, log, behaviour, section="ceilings", phases=("rate",))
-
-
-def rates(output: Path, session: str) -> dict[str, float]:
-    """Returns the ceilings that a session measured."""
-    return {
-        record.case["name"]: record.metrics["rate"]
-        for record in store(output).load()
-        if (record.section, record.status, record.session) == ("ceilings", "ok", session)
-    }
-
-
 def test_each_session_measures_its_own_ceilings_first_and_they_reach_the_other_cases(output, log):
-    ceilings = [ceiling("copy", log), ceiling("product", log), ceiling("broken", log, "nan")]
+    roof = {"section": "ceilings", "phases": ("rate",)}
+    behaviours = {"copy": "none", "product": "none", "broken": "nan"}
+    ceilings = [make_case(name, log, kind, **roof) for name, kind in behaviours.items()]
     plan = [make_case("a", log), *ceilings, make_case("b", log, "exit", "first")]
     run(output, plan)
     sections = [record.section for record in store(output).load()]
     assert sections == [*["ceilings"] * 3, *["steps"] * 6]
     run(output, [*plan, make_case("c", log)])
-    sessions = list(dict.fromkeys(record.session for record in store(output).load()))
-    first, second = (rates(output, session) for session in sessions)
+    rates = defaultdict(dict)  # by session
+    for record in store(output).load():
+        if record.section == "ceilings" and record.metrics:
+            rates[record.session][record.case["name"]] = record.metrics["rate"]
+    first, second = rates.values()
     assert set(first) == set(second) == {"copy", "product"} and first != second
     # The phases after the one that took the worker with it get them too.
     for name, num_phases, expected_rates in (("a", 3, first), ("b", 2, first), ("c", 3, second)):
@@ -246,15 +218,6 @@ def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbe
         assert started(log, behaviour) == steps
         attempts = [s for s in taken(log) if (s["name"], s["step"]) == (behaviour, "second")]
         assert len({attempt["worker"] for attempt in attempts}) == len(attempts)
-
-
-@pytest.mark.parametrize("behaviour", ["none", "skip"])
-def test_nothing_of_a_case_lies_beside_the_next(output, log, behaviour):
-    run(output, [make_case("a", log, behaviour, "third"), make_case("b", log)])
-    builds = [step for step in taken(log) if step["step"] == "build"]
-    assert len({step["worker"] for step in builds}) == 1 and [
-        step["num_alive"] for step in builds
-    ] == [0, 0]
 
 
 def test_what_is_recorded_is_run_again_on_another_machine_or_when_asked(output, log, monkeypatch):
@@ -302,6 +265,7 @@ class Server:
     """
 
     def __init__(self, stderr: Path):
+        self.stderr = stderr
         with open(stderr, "w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", "import faulty_experiment; faulty_experiment.serve()"],
@@ -312,27 +276,29 @@ class Server:
                 env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
             )
 
-    def start(self, **request) -> int:
-        """Starts a session and returns its process id."""
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+    def ask(self, request: dict) -> int:
+        print(json.dumps(request), file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline())
 
-    def end(self) -> int:
-        """Waits for the session and returns its exit code, negative for a signal."""
-        return os.waitstatus_to_exitcode(int(self.process.stdout.readline()))
+    def start(self, output: Path, plan: list[dict], mark: str = "") -> int:
+        """Starts a session and returns its process id."""
+        return self.ask({"output": str(output), "plan": plan, "mark": mark})
 
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(10)
-        self.process.stdout.close()
+    def end(self, pid: int) -> int:
+        """Waits for a session and returns its exit code, negative for a signal."""
+        return os.waitstatus_to_exitcode(self.ask({"ended": pid}))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("server") / "stderr")
-    yield server
-    server.close()
+    with server.process:
+        yield server
+
+
+def are_gone(mark: str) -> bool:
+    """Returns whether no process has inherited `mark`, a few seconds from now at the latest."""
+    return is_true_within(GONE_WITHIN_S, lambda: not holding(f"{MARK}={mark}\0".encode()))
 
 
 def recorded(output: Path) -> Counter[tuple[str, str]]:
@@ -358,7 +324,6 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
         | ({"behaviour": "exit", "at": "second"} if i % 16 == 7 else {"behaviour": "brief"})
         for i in range(num_cases)
     ]
-    request = {"output": str(output), "plan": plan}
     grid = {(case["name"], phase) for case in plan for phase in case["phases"]}
 
     def started_by(mark: str) -> Counter[tuple[str, str]]:
@@ -368,14 +333,14 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
     for kill in range(num_kills):
         mark = f"{os.getpid()}-{kill}"
         before, done_before = lines(output), recorded(output)
-        pid = server.start(mark=mark, **request)
+        pid = server.start(output, plan, mark)
         if kill % 4:  # while it measures, else anywhere from its start
             assert is_true_within(30, lambda mark=mark: started_by(mark))
         time.sleep(generator.uniform(0, 0.25 if kill % 4 else 0.6))
         assert len(recorded(output)) < len(grid), "the grid is too small for this machine"
         os.kill(pid, signal.SIGKILL)
-        assert server.end() == -signal.SIGKILL
-        assert is_true_within(GONE_WITHIN_S, lambda mark=mark: not marked(mark)), marked(mark)
+        assert server.end(pid) == -signal.SIGKILL
+        assert are_gone(mark)
 
         ran, done = started_by(mark), recorded(output)
         assert lines(output).startswith(before), "a record was lost or changed"
@@ -385,34 +350,26 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
         in_flight = {name for name, _ in ran.keys() - done.keys()}
         assert len(in_flight) <= 1, "more than the case in flight was lost"
 
-    server.start(mark="last", **request)
-    assert server.end() == 0
+    assert server.end(server.start(output, plan)) == 0
     assert recorded(output) == dict.fromkeys(grid, 1)
     statuses = Counter(record.status for record in store(output).load())
-    assert statuses == {"ok": 2 * num_cases - num_cases // 16, "error": num_cases // 16}
+    num_exits = len([i for i in range(num_cases) if i % 16 == 7])
+    assert statuses == {"ok": 2 * num_cases - num_exits, "error": num_exits}
 
 
-def test_one_run_at_a_time_measures_on_a_device(tmp_path, log):
-    first, second = Server(tmp_path / "first"), Server(tmp_path / "second")
+def test_one_run_at_a_time_measures_on_a_device(tmp_path, log, server):
     held = {"name": "held", "log": str(log), "behaviour": "hang", "at": "second"}
-    waiting = {"name": "waiting", "log": str(log)}
-    message = tmp_path / "second"
-    try:
-        pid = first.start(mark="", output=str(tmp_path / "a"), plan=[held])
-        assert is_true_within(30, lambda: "second" in started(log, "held"))
-        second.start(mark="", output=str(tmp_path / "b"), plan=[waiting])
-        assert is_true_within(30, lambda: "waiting" in message.read_text())
-        holder = rf"another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) to finish "
-        assert re.match("labkit: waiting for " + holder, message.read_text())
-        with pytest.raises(configs.RequestError, match="not waiting for " + holder):
-            sweep.measuring_lock(detect(), NOTEBOOK, wait=False).__enter__()
-        assert {step["name"] for step in taken(log)} == {"held"}
-        os.kill(pid, signal.SIGKILL)
-        assert first.end() == -signal.SIGKILL and second.end() == 0
-        assert outcome(tmp_path / "b", "waiting") == ALL_OK
-    finally:
-        first.close()
-        second.close()
+    pid = server.start(tmp_path / "a", [held])
+    assert is_true_within(30, lambda: "second" in started(log, "held"))
+    waiting = server.start(tmp_path / "b", [{"name": "waiting", "log": str(log)}])
+    holder = rf"waiting for another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) to "
+    assert is_true_within(30, lambda: re.search(holder, server.stderr.read_text()))
+    with pytest.raises(configs.RequestError, match="not " + holder):
+        sweep.measuring_lock(detect(), NOTEBOOK, wait=False).__enter__()
+    assert {step["name"] for step in taken(log)} == {"held"}
+    os.kill(pid, signal.SIGKILL)
+    assert server.end(pid) == -signal.SIGKILL and server.end(waiting) == 0
+    assert outcome(tmp_path / "b", "waiting") == ALL_OK
 
 
 @pytest.fixture
@@ -465,12 +422,12 @@ def test_nothing_outlives_a_session_that_is_ended_from_outside(
 ):
     mark = f"{os.getpid()}-{behaviour}-{kill.name}"
     plan = [{"name": "a", "log": str(log), "behaviour": behaviour, "at": "second"}]
-    pid = server.start(mark=mark, output=str(output), plan=plan)
+    pid = server.start(output, plan, mark)
     # The worker may be a phase ahead of what is recorded.
     assert is_true_within(30, lambda: "child" in started(log, "a") and recorded(output))
-    assert {step["pid"] for step in taken(log) if step["step"] == "child"} <= set(marked(mark))
+    (child,) = (step["pid"] for step in taken(log) if step["step"] == "child")
+    assert child in holding(f"{MARK}={mark}\0".encode())
     time.sleep(0.1)
     os.kill(pid, kill)
-    assert server.end() != 0
-    assert is_true_within(GONE_WITHIN_S, lambda: not marked(mark)), marked(mark)
+    assert server.end(pid) != 0 and are_gone(mark)
     assert recorded(output) == {("a", "first"): 1}
