@@ -13,7 +13,9 @@ import datetime
 import fcntl
 import gc
 import importlib
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import secrets
@@ -22,14 +24,14 @@ import stat
 import statistics
 import sys
 import tempfile
+import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -399,6 +401,12 @@ def measuring_lock(device: Device, notebook: str, *, wait: bool = True) -> Itera
             del os.environ[LOCK_HELD]
 
 
+SHARED_S = 600.0
+"""How long the host's probes and the ceilings of one chapter serve the others of a run; later the
+clocks and temperatures are others.
+"""
+
+
 class Session:
     """One run of a notebook's measurements on this device; `run` measures what is not recorded yet,
     and nothing is written before.
@@ -452,6 +460,7 @@ class Session:
         self.folder = Path(output or FIGURES) / self.device.slug / self.subfolder
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float] = {}
+        self.shared: dict[tuple, tuple[float, list]] = {}
         self._worker: _Worker | None = None
         self._is_busy = False
         self._software = software_versions()
@@ -523,7 +532,9 @@ class Session:
             for case in cases:
                 label = " ".join([section, *map(str, case.parameters.values())])
                 with progress.step(self, case, f"{self.notebook[:2]} {label}"):
-                    for phase, measured in self._settled(case):
+                    is_shared = section in SESSION_SECTIONS
+                    outcomes = self._shared(case) if is_shared else self._settled(case)
+                    for phase, measured in outcomes:
                         self.store.append(self._record(case, phase, measured))
                         counts[measured.status] += 1
                         if section == SESSION_SECTION and measured.status == "ok":
@@ -537,6 +548,15 @@ class Session:
         if self._worker:
             self._worker.close()
             self._worker = None
+
+    def _shared(self, case: Case) -> list[tuple[str, Measured]]:
+        """Returns as `_settled`, or what another chapter of this run measured a short time ago."""
+        key = (case.section, *case.parameters.items())
+        since_s, outcomes = self.shared.get(key, (-math.inf, []))
+        if time.monotonic() - since_s > SHARED_S:
+            outcomes = list(self._settled(case))
+            self.shared[key] = (time.monotonic(), outcomes)
+        return outcomes
 
     def _settled(self, case: Case) -> Iterator[tuple[str, Measured]]:
         """Yields each phase of a case with what is to be recorded.
@@ -636,7 +656,7 @@ def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
     pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
     gaps: dict[str, list[float]] = {}
     for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl"))[:1]:
-        for before, record in pairwise(RecordStore(path).load()):
+        for before, record in itertools.pairwise(RecordStore(path).load()):
             if before.session == record.session and before.recorded_at and record.recorded_at:
                 begin, end = map(
                     datetime.datetime.fromisoformat, (before.recorded_at, record.recorded_at)
@@ -693,20 +713,25 @@ def rehearse(sessions: Sequence[Session]) -> None:
         return
     print(f"Compiling what {len(cases)} cases need, {num_workers} at a time", file=sys.stderr)
     workers: list[_Worker] = []
+    idle: dict[str, list[_Worker]] = defaultdict(list)
 
     def rehearse_case(module_name: str, case: Case) -> None:
-        worker = _Worker(module_name, is_rehearsal=True)
-        workers.append(worker)
+        # One that has compiled a case of this chapter is up already.
+        worker = idle[module_name].pop() if idle[module_name] else None
+        if worker is None:
+            worker = _Worker(module_name, is_rehearsal=True)
+            workers.append(worker)
         case = replace(case, time_limit_s=0.0, sustained=())
         status = "skipped"
-        try:
-            # A phase that is skipped ends the worker's turn: the others are asked for again.
-            while case.phases and status == "skipped":
-                for phase, measured in worker.outcomes(case, {}):
-                    status = measured.status
-                    left = case.phases[case.phases.index(phase) + 1 :] if phase else ()
-                    case = replace(case, phases=left)
-        finally:
+        # A phase that is skipped ends the worker's turn: the others are asked for again.
+        while case.phases and status == "skipped":
+            for phase, measured in worker.outcomes(case, {}):
+                status = measured.status
+                left = case.phases[case.phases.index(phase) + 1 :] if phase else ()
+                case = replace(case, phases=left)
+        if status == "skipped" and not case.fresh_process:
+            idle[module_name].append(worker)
+        else:
             worker.close()
 
     with ThreadPoolExecutor(num_workers) as pool:
@@ -717,14 +742,18 @@ def rehearse(sessions: Sequence[Session]) -> None:
             for worker in workers:
                 worker.process.kill()
             raise
+    for worker in itertools.chain(*idle.values()):
+        worker.close()
 
 
 def measure(sessions: Sequence[Session]) -> None:
     """Measures what several sessions have not recorded yet, under one bar."""
     if any(session.device.kind == "cuda" for session in sessions):
         rehearse(sessions)  # on a CPU it would take the cores that compile each case as it comes
+    shared: dict[tuple, tuple[float, list]] = {}
     with Progress(sessions) as progress:
         for session in sessions:
+            session.shared = shared
             session.run(progress)
 
 
