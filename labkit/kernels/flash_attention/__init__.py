@@ -10,7 +10,6 @@ from labkit.kernels.flash_attention.op import FlashAttention, flash_attention
 from labkit.kernels.flash_attention.plan import plan_of, resolve_tiles
 from labkit.kernels.flash_attention.tiles import (
     MAX_HEAD_DIM,
-    resolve_backward,
     resolve_impl,
     resolve_precision,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "FlashAttention",
     "flash_attention",
     "plan_of",
-    "resolve_backward",
     "resolve_impl",
     "resolve_precision",
     "resolve_tiles",

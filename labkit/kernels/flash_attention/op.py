@@ -160,8 +160,8 @@ def _check_window(window, causal: bool) -> tuple[int, int]:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False; got {type(causal).__name__}")
     if window is None:
-        window = (-1, -1)
-    elif isinstance(window, int) and not isinstance(window, bool):
+        return -1, 0 if causal else -1
+    if isinstance(window, int) and not isinstance(window, bool):
         window = (window, window)
     accepted = isinstance(window, tuple | list) and len(window) == 2
     if not accepted or any(isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window):
@@ -182,6 +182,12 @@ def _check_scale(scale) -> None:
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be None or a positive finite number; got {scale}")
+
+
+def _check_names(impl, precision) -> None:
+    for name, value, accepted in (("impl", impl, IMPLS), ("precision", precision, PRECISIONS)):
+        if value not in accepted:
+            raise ValueError(f"{name} must be one of {listed(accepted)}; got {value!r}")
 
 
 def check_lengths(
@@ -301,12 +307,18 @@ def _checked_plan(
     would take the host longer than a launch.
     """
     packed = cu_seqlens_q is not None
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k) if packed else (q, k, v)
-    key = (*map(facts_of, tensors), *options)
+    try:
+        lengths = (facts_of(cu_seqlens_q), facts_of(cu_seqlens_k)) if packed else None
+        key = (facts_of(q), facts_of(k), facts_of(v), lengths, options)
+    except RuntimeError:
+        # Of a sparse or a nested tensor, which has no strides.
+        _check_kinds(q, k, v)
+        raise
     plan = _PLANS.get(key)
     if plan is None:
         scale, left, right, precision, impl = options
         _check_tensors(q, k, v, packed)
+        _check_names(impl, precision)
         impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
         if impl == "tiled":
             plan = TiledPlan(scale or 1 / math.sqrt(q.shape[-1]), left, right)
@@ -467,7 +479,9 @@ def flash_attention(
 
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
     """
-    _check_kinds(q, k, v)
+    is_shown = is_watched((q, k, v))
+    if is_shown:
+        _check_kinds(q, k, v)
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = (x.to(dtype) if x.dtype in TRITON_DTYPES else x for x in (q, k, v))
@@ -476,20 +490,18 @@ def flash_attention(
     check_packing(q, *cu_seqlens, *longest)
     left, right = _check_window(window, causal)
     _check_scale(scale)
-    for name, value, accepted in (("impl", impl, IMPLS), ("precision", precision, PRECISIONS)):
-        if value not in accepted:
-            raise ValueError(f"{name} must be one of {listed(accepted)}; got {value!r}")
     refuse_forward_mode("flash_attention")
     options = (scale, left, right, precision, impl)
     # The meta device has no memory to launch on: its tensors are shown to the operator.
-    if is_watched((q, k, v)) or q.is_meta:
+    if is_shown or q.is_meta:
         _check_tensors(q, k, v, packed)
+        _check_names(impl, precision)
         return _forward.op(q, k, v, *cu_seqlens, *options, *longest)[0]
     plan = _checked_plan(q, k, v, *cu_seqlens, options)
     if packed:
         check_lengths(q, k, *cu_seqlens, *longest)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _EagerAttention.apply(plan, options, q, k, v, *(cu_seqlens if packed else ()))
+        return _attend(plan, options, q, k, v, *(cu_seqlens if packed else ()))
     return plan.forward(q, k, v, *cu_seqlens)[0]
 
 
@@ -515,6 +527,10 @@ class _EagerAttention(torch.autograd.Function):
             plan = _checked_plan(*inputs, ctx.options)
             grads = plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
         return None, None, *grads, *(None for _ in cu_seqlens)
+
+
+# `apply` itself also looks for transforms, which are shown the operator, in as much time again.
+_attend = super(torch.autograd.Function, _EagerAttention).apply
 
 
 class FlashAttention(torch.autograd.Function):

@@ -6,7 +6,6 @@ of the gradient, backward.
 Shape suffixes: B batch, H query heads, S length, D head dimension.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from labkit.kernels.flash_attention.tiles import (
     TileConfig,
     capability_of,
     hopper_kernels,
-    resolve_backward,
     resolve_precision,
     select_tiles,
 )
@@ -50,6 +48,9 @@ from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
 SLICES_BLOCK = 16  # rows that a program cuts into slices
 # Elements between rows from which offsets inside a tile of 128 rows might not fit in int32.
 FAR_APART = 2**23
+
+# What compiled graphs allocate by, in a third of the time: it knows no defaults and no dispatch.
+empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 
 
 class Layout(NamedTuple):
@@ -98,7 +99,9 @@ class Layout(NamedTuple):
         return self._replace(strides=strides, on_boundary=True, is_negated=False)
 
     def empty(self) -> Tensor:
-        """Returns room for a dense layout."""
+        """Returns room for a dense layout, on a GPU on the current one."""
+        if self.device.type == "cuda":
+            return empty_strided_cuda(self.shape, self.strides, self.dtype)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
@@ -108,7 +111,8 @@ def facts_of(x: Tensor) -> tuple:
 
 
 def layout_of(x: Tensor) -> Layout:
-    return Layout(*facts_of(x))
+    layout = Layout(*facts_of(x))
+    return layout._replace(shape=tuple(x.shape))  # of which a torch.Size is no room made
 
 
 def alignment_of(*layouts: Layout) -> int:
@@ -308,9 +312,14 @@ def _backward_launch(
     return Launch(flash_attention_bwd_kernel, (num_programs,), flags, numbers)
 
 
-def _delta_launch(
-    call: Call, out: Layout, grad_out: Layout, statistics_strides: tuple[int, int, int]
+def _statistics_launch(
+    call: Call,
+    out: Layout,
+    grad_out: Layout,
+    statistics_strides: tuple[int, int, int],
+    others: tuple[Layout, ...],
 ) -> Launch:
+    """Returns the launch that writes the row statistics, and zeros to the first of the others."""
     num_batches, num_heads, _, num_queries, _, head_dim = call.sizes
     numbers = (
         *_strides(out, grad_out),
@@ -319,6 +328,7 @@ def _delta_launch(
         num_heads,
         num_queries,
         num_batches,
+        others[0].shape[0] if others else 0,
     )
     flags = {
         "HEAD_DIM": head_dim,
@@ -404,7 +414,7 @@ def _triton_backward(
     grads: tuple[Layout, ...],
     statistics_strides: tuple[int, int, int],
 ) -> Callable[..., None]:
-    """Returns what writes the gradients: run((q, k, v, grad_out), (lse_log2, delta), grads,
+    """Returns what writes the gradients: run((q, k, v, grad_out), (lse_log2, delta, …), grads,
     cu_seqlens).
     """
     cut = None
@@ -414,11 +424,13 @@ def _triton_backward(
     dkdv = _backward_launch(call, inputs, grads[1:], config.dkdv, statistics_strides)
     dq = _backward_launch(call, inputs, grads[:1], config.dq, statistics_strides)
 
-    def run(inputs, statistics, grads, cu_seqlens) -> None:
+    def run(inputs, scratch, grads, cu_seqlens) -> None:
         q, k, v, grad_out = inputs if cut is None else cut(*inputs)
         cu_q, cu_k = cu_seqlens
-        dkdv((k, v), (q, grad_out), *statistics, grads[1:], cu_k, cu_q)
-        dq((q, grad_out), (k, v), *statistics, grads[:1], cu_q, cu_k)
+        statistics = scratch[:2]
+        grad_q, *grads_of_keys = grads
+        dkdv((k, v), (q, grad_out), *statistics, tuple(grads_of_keys), cu_k, cu_q)
+        dq((q, grad_out), (k, v), *statistics, (grad_q,), cu_q, cu_k)
 
     return run
 
@@ -461,11 +473,9 @@ class Inputs:
         ]
 
 
-def _on_device_of(q: Tensor):
-    """Triton launches on the current device, which need not be that of the tensors."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return torch.cuda.device(q.device)
-    return contextlib.nullcontext()
+def _is_elsewhere(device_index: int | None) -> bool:
+    """Whether a GPU is not the current one, on which memory is allocated and Triton launches."""
+    return device_index is not None and device_index != torch.cuda.current_device()
 
 
 class Plan:
@@ -476,28 +486,26 @@ class Plan:
     def __init__(self, call: Call):
         _, _, _, num_queries, num_keys, head_dim = call.sizes
         # A limit that no pair of positions reaches is none, and its loop then costs nothing.
-        self.call = call._replace(
+        self.call = call = call._replace(
             scale=1 / math.sqrt(head_dim) if call.scale is None else call.scale,
             left=-1 if call.left >= num_keys else call.left,
             right=-1 if call.right >= num_queries else call.right,
             precision=resolve_precision(call.q, call.precision, packed=call.packed),
         )
-        self.launched_backward: dict[tuple, tuple] = {}
-        self.inputs = Inputs(self.call, call.q, call.k, call.v)
+        self.device_index = call.q.device.index
+        self.gluon = {"scale": call.scale, "causal": call.right == 0}
+        self.inputs = Inputs(call, call.q, call.k, call.v)
         self.out = call.q.dense()
+        self.grads = tuple(x.dense() for x in call[:3])
+        self.launched_backward: dict[tuple, tuple] = {}
         out = self.out.as_4d(call.packed)
         lse_shape = out.shape[1:3] if call.packed else self.out.shape[:-1]
         self.lse = self.out._replace(shape=lse_shape, dtype=torch.float32).contiguous()
-        self.grads = tuple(x.dense() for x in call[:3])
         if call.impl == "gluon":
-            self.write_outputs = self._gluon("forward", *self.inputs.layouts, out)
+            plan = hopper_kernels("forward").plan
+            self.write_outputs = plan(*self.inputs.layouts, out, **self.gluon)
         else:
-            self.write_outputs = _triton_forward(self.call, self.inputs.layouts, out)
-
-    def _gluon(self, kernels: str, *arguments) -> Callable[..., None]:
-        call = self.call
-        options = {"scale": call.scale, "causal": call.right == 0}
-        return hopper_kernels(kernels).plan(*arguments, call.q.device.index, **options)
+            self.write_outputs = _triton_forward(call, self.inputs.layouts, out)
 
     def forward(
         self,
@@ -511,18 +519,17 @@ class Plan:
 
         The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch.
         """
+        if _is_elsewhere(self.device_index):
+            with torch.cuda.device(self.device_index):
+                return self.forward(q, k, v, cu_seqlens_q, cu_seqlens_k)
         out = self.out.empty()
         lse = self.lse.empty()
-        with _on_device_of(q):
-            read = self.inputs.read(q, k, v)
-            self.write_outputs(read, out, lse, (cu_seqlens_q, cu_seqlens_k))
+        self.write_outputs(self.inputs.read(q, k, v), out, lse, (cu_seqlens_q, cu_seqlens_k))
         return out, lse
 
-    def _plan_backward(
-        self, grad_out: Layout, out: Layout
-    ) -> tuple[Inputs, Layout, Launch, Callable[..., None]]:
-        """Returns the inputs, the layout of one of the row statistics, what writes both, and what
-        writes the gradients.
+    def _plan_backward(self, grad_out: Layout, out: Layout) -> tuple:
+        """Returns the inputs; the layouts of the log-sum-exp in base 2, of delta and of what else
+        the kernels write for one another; what writes the first, and what writes the gradients.
         """
         call = self.call
         inputs = Inputs(call, call.q, call.k, call.v, grad_out, out)
@@ -536,13 +543,14 @@ class Plan:
         statistics = self.lse._replace(shape=(num_sets, num_heads, num_rows)).contiguous()
         strides = (0 if call.packed else num_heads * num_rows, num_rows, 1)
         if call.impl == "gluon":
-            q, k, *_ = read
-            kernels = resolve_backward(q, k, "gluon", causal=call.right == 0).replace(" ", "_")
-            run = self._gluon(kernels, *read, grads, num_rows)
+            plan = hopper_kernels("one_pass").plan
+            counters, sums, run = plan(*read, grads, num_rows, **self.gluon)
+            scratch = (statistics, statistics, counters, sums)
         else:
             run = _triton_backward(call, tuple(read), grads, strides)
-        delta = _delta_launch(call, out, read[3], strides)
-        return inputs, statistics, delta, run
+            scratch = (statistics, statistics)
+        write_statistics = _statistics_launch(call, out, read[3], strides, scratch[2:])
+        return inputs, scratch, write_statistics, run
 
     def backward(
         self,
@@ -556,19 +564,22 @@ class Plan:
         cu_seqlens_k: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of q, k and v, shaped as they are."""
+        if _is_elsewhere(self.device_index):
+            with torch.cuda.device(self.device_index):
+                return self.backward(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         # A kernel also depends on whether the log-sum-exp starts on a boundary.
-        key = (facts_of(grad_out), facts_of(out), facts_of(lse))
+        key = (facts_of(grad_out), facts_of(out), lse.data_ptr() % 16)
         planned = self.launched_backward.get(key)
         if planned is None:
             layouts = (Layout(*facts) for facts in key[:2])
             planned = self.launched_backward[key] = self._plan_backward(*layouts)
-        inputs, statistics, write_statistics, run = planned
-        grads = tuple(x.empty() for x in self.grads)
-        delta, lse_log2 = statistics.empty(), statistics.empty()
-        with _on_device_of(q):
-            *read, out = inputs.read(q, k, v, grad_out, out)
-            write_statistics(out, read[3], lse.contiguous(), delta, lse_log2, cu_seqlens_q)
-            run(tuple(read), (lse_log2, delta), grads, (cu_seqlens_q, cu_seqlens_k))
+        inputs, layouts, write_statistics, write_gradients = planned
+        grads = tuple([x.empty() for x in self.grads])
+        scratch = [x.empty() for x in layouts]
+        *read, out = inputs.read(q, k, v, grad_out, out)
+        counters = scratch[2] if len(scratch) > 2 else None
+        write_statistics(out, read[3], lse.contiguous(), *scratch[:2], counters, cu_seqlens_q)
+        write_gradients(read, scratch, grads, (cu_seqlens_q, cu_seqlens_k))
         return grads
 
 

@@ -41,7 +41,7 @@ SECTION_TILES = tl.constexpr(512)
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
 LENGTHS = ("max_queries", "max_keys", "max_own", "max_other", "num_heads", "num_sequences")
-LENGTHS += ("left", "right", "before", "after")
+LENGTHS += ("left", "right", "before", "after", "num_counters")
 
 
 def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
@@ -600,8 +600,9 @@ def flash_attention_bwd_delta_kernel(
     out_ptr,
     grad_out_ptr,
     lse_ptr,
-    delta_ptr,
     lse_log2_ptr,
+    delta_ptr,
+    counters_ptr,
     cu_q_ptr,
     out_strides,
     grad_out_strides,
@@ -610,6 +611,7 @@ def flash_attention_bwd_delta_kernel(
     num_heads,
     max_queries,
     num_sequences,
+    num_counters,
     HEAD_DIM: tl.constexpr,
     PADDED_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -617,7 +619,7 @@ def flash_attention_bwd_delta_kernel(
     PADDING: tl.constexpr,
 ):
     """One program: rowsum(∂O ∘ O) of BLOCK_Q queries, and their log-sum-exp in base 2, for the
-    kernels after it.
+    kernels after it; and zeros for their counters, if they have any.
 
     It fills the padding too, with 0 and +∞: exp2(· − ∞) = 0 then keeps what lies beyond a sequence
     out of every sum.
@@ -652,6 +654,11 @@ def flash_attention_bwd_delta_kernel(
     padded = rows < tl.cdiv(num_queries, PADDING) * PADDING
     tl.store(delta_ptr + statistics, delta, mask=padded)
     tl.store(lse_log2_ptr + statistics, lse_log2, mask=padded)
+    if counters_ptr is not None:
+        step = tl.num_programs(0) * BLOCK_Q
+        for start in range(tl.program_id(0) * BLOCK_Q, num_counters, step):
+            counter = start + tl.arange(0, BLOCK_Q)
+            tl.store(counters_ptr + counter, 0, mask=counter < num_counters)
 
 
 @triton.jit(

@@ -480,7 +480,7 @@ def hopper_fwd_kernel(
 
 
 def plan(
-    q: Layout, k: Layout, v: Layout, out: Layout, device_index: int, *, scale: float, causal: bool
+    q: Layout, k: Layout, v: Layout, out: Layout, *, scale: float, causal: bool
 ) -> Callable[..., None]:
     """Returns what writes the output and the log-sum-exp (fp32, natural units, dense):
     run((q, k, v), out, lse, cu_seqlens).
@@ -495,7 +495,7 @@ def plan(
     rows = ROWS * consumers
     num_heads_total, num_key_heads = num_heads * num_batches, k.shape[1] * num_batches
     num_tiles = -(-num_queries // rows) * num_heads_total
-    programs = num_multiprocessors(device_index)
+    programs = num_multiprocessors(q.device.index)
     key_tiles = -(-num_keys // block_k)
     num_splits = num_splits_of(num_tiles, key_tiles, programs, causal)
     group = num_heads_total // num_key_heads
@@ -538,10 +538,10 @@ def plan(
     def run(inputs, out, lse, _) -> None:
         tile_counter = torch.zeros(1, dtype=torch.int32, device=out.device) if dynamic else None
         if combine is None:
-            launch((*inputs, out), None, lse, tile_counter)
+            launch(*inputs, out, None, lse, tile_counter)
         else:
             parts = empty_splits(num_splits, lse, head_dim)
-            launch((*inputs, out), *parts, tile_counter)
+            launch(*inputs, out, *parts, tile_counter)
             combine(*parts, out, lse)
 
     return run

@@ -10,11 +10,9 @@ settled here, and `not_loading` of ../tiles.py says whether the kernels load wit
 one.
 """
 
-import copy
 import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.launch import REMEMBERED, Launch, is_hooked, unhooked
+from labkit.kernels.launch import REMEMBERED, Launch, current_stream, handed_on, is_hooked
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -406,12 +404,11 @@ def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
 
 
 class TileLaunch:
-    """The launch of a kernel whose first parameters are tiles: called with the tensors, then with
-    what follows.
+    """The launch of a kernel whose first parameters are tiles: called with all of its tensors.
 
     Tiles are described to the device by tensor maps, up to 14 a launch, which Triton encodes anew
     in every call. Of fixed layouts they depend on the addresses alone, which recur from step to
-    step: the maps of those seen are kept.
+    step: what was handed to the launch is kept.
     """
 
     def __init__(
@@ -423,30 +420,32 @@ class TileLaunch:
         constants: dict,
         consumers: int,
     ):
-        """`tiles`: of each of those tensors, the descriptions that the kernel takes."""
+        """`tiles`: of each of the first tensors, the descriptions that the kernel takes."""
         self.launch = Launch(kernel, grid, constants | launch_options(consumers), numbers)
         self.tiles = tiles
-        self.run_encoded = self.encode = None
-        self.maps: dict[tuple[int | None, ...], list] = {}
+        self.launcher = None
+        self.handed: dict[tuple[int | None, ...], tuple] = {}
 
-    def __call__(self, tensors: Sequence[Tensor | None], *others) -> None:
-        if self.encode is None or is_hooked():
-            self.launch(*self._placed(tensors), *others)
-            if self.launch.compiled is not None and self.run_encoded is None:
-                self.run_encoded, self.encode = _encoded(self.launch)
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if self.launch.compiled is None or is_hooked():
+            self.launch(*self._placed(tensors), *tensors[len(self.tiles) :])
             return
-        addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
-        maps = self.maps.get(addresses)
-        if maps is None:
-            if len(self.maps) >= REMEMBERED:
-                self.maps.clear()
-            maps = self.maps[addresses] = self.encode(self._placed(tensors))
-        self.run_encoded(*maps, *others, *self.launch.last)
+        addresses = (current_stream(), *[None if x is None else x.data_ptr() for x in tensors])
+        handed = self.handed.get(addresses)
+        if handed is None:
+            if len(self.handed) >= REMEMBERED:
+                self.handed.clear()
+            others = addresses[1 + len(self.tiles) :]
+            arguments = (*self._placed(tensors), *others, *self.launch.last)
+            facts = (self.launch.compiled, self.launch.grid, addresses[0])
+            self.launcher, handed = handed_on(*facts, arguments)
+            self.handed[addresses] = handed
+        self.launcher(*handed)
 
-    def _placed(self, tensors: Sequence[Tensor]) -> list[TensorDescriptor | None]:
+    def _placed(self, tensors: Sequence[Tensor | None]) -> list[TensorDescriptor | None]:
         return [
             _placed(description, x)
-            for x, descriptions in zip(tensors, self.tiles, strict=True)
+            for x, descriptions in zip(tensors, self.tiles, strict=False)
             for description in descriptions
         ]
 
@@ -460,34 +459,3 @@ def _placed(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | Non
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(tiles.__dict__, base=x)
     return descriptor
-
-
-def _encoded(launch: Launch) -> tuple[Callable[..., None], Callable[[list], list] | None]:
-    """Returns what runs a compiled kernel on encoded tiles, and what encodes them.
-
-    Triton 3.6 to 3.9 keep both in the function that it launches with. Elsewhere the second is None:
-    tiles are then encoded in every call.
-    """
-    run = launch.compiled.run
-    try:
-        variables = inspect.getclosurevars(run.launch)
-        names = {**variables.globals, **variables.nonlocals}
-        launcher = names["launcher"]
-        encode_tile = names["make_tensordesc_arg"]
-        facts = names["tensordesc_meta"]
-        unused = (None,) * (encode_tile.__code__.co_argcount - 2)
-    except (AttributeError, KeyError, TypeError):
-        return launch.run, None
-    if not facts or None in facts:
-        return launch.run, None
-    plain = copy.copy(run)
-    plain.launch = launcher
-
-    def encode(placed: list[TensorDescriptor | None]) -> list:
-        arguments = []
-        remaining = iter(facts)
-        for tiles in placed:
-            arguments += (None,) if tiles is None else encode_tile(tiles, next(remaining), *unused)
-        return arguments
-
-    return unhooked(launch.compiled, launch.grid, plain), encode
