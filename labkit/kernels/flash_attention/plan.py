@@ -333,6 +333,7 @@ def _statistics_launch(
     flags = {
         "HEAD_DIM": head_dim,
         "PADDED_D": triton.next_power_of_2(head_dim),
+        "ALIGNMENT": alignment_of(out, grad_out),
         "BLOCK_Q": DELTA_BLOCK_Q,
         "IS_PACKED": call.packed,
         "PADDING": STATISTICS_PADDING,
