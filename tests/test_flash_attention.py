@@ -434,7 +434,8 @@ def test_the_functions_save_one_log_sum_exp(impl):
     case = Case((2, 3, 3, 33, 47, 8), causal=True)
     *leaves, grad_out = (x[0].requires_grad_() for x in draw(case, "cpu"))
     out = FUNCTIONS[impl].apply(*leaves, True)
-    (lse,) = [x for x in out.grad_fn.saved_tensors if x.shape == (3, 33)]
+    saved = [x for x in out.grad_fn.saved_tensors if x is not None]
+    (lse,) = [x for x in saved if x.shape == (3, 33)]
     exact = eager(case, torch.float64, [x.detach().unsqueeze(1) for x in (*leaves, grad_out)])
     grads = torch.autograd.grad(out, leaves, grad_out)
     for x, name in zip((out, lse, *grads), NAMES, strict=True):
@@ -530,8 +531,8 @@ def check_operators(impl: str) -> None:
     for tensors, cu_seqlens in ((dense, (None, None)), (packed, lengths)):
         inputs = (*(x.detach() for x in tensors), *cu_seqlens)
         out, lse = forward(*inputs, *options, None, None)
-        saved = (torch.ones_like(out), *inputs, out, lse)
-        torch.library.opcheck(backward.default, (*saved, *options), **checks)
+        saved = (*inputs, *options, torch.ones_like(out), out, lse)
+        torch.library.opcheck(backward.default, saved, **checks)
         leaves = [x.detach().requires_grad_() for x in tensors]
         arguments = (*leaves, *cu_seqlens, *options, None, 12)
         torch.library.opcheck(forward.default, arguments, **checks, atol=1e-5, rtol=1e-5)
