@@ -627,7 +627,7 @@ def test_what_tma_reads_starts_on_a_boundary():
 
     def hopper_kernels(part):
         return types.SimpleNamespace(
-            plan=lambda *_, **__: lambda inputs, *_: read.extend(inputs),
+            plan=lambda *_, **__: (lambda inputs, *_: read.extend(inputs), 1),
         )
 
     q, k, v, _ = draw(Case((1, 2, 2, 8, 8, 64), dtype="float16"), "cpu")
@@ -691,7 +691,7 @@ def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
         one_pass.hopper_bwd_convert_kernel[num_tiles * 2, heads, batch](
             sums,
             grad_q,
-            *grad_q.stride()[:3],
+            grad_q.stride()[:3],
             num_queries,
             num_tiles,
             1,

@@ -15,12 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from labkit.kernels.flash_attention.splits import (
-    combine_launch,
-    empty_splits,
-    num_splits_of,
-    row_elements,
-)
+from labkit.kernels.flash_attention.splits import combine_launch, num_splits_of, row_elements
 from labkit.kernels.flash_attention.tiles import (
     INTERPRETER_TILES,
     AttentionConfig,
@@ -157,6 +152,12 @@ class Call(NamedTuple):
             (num_batches,) = self.cu_seqlens[0].shape
         return num_batches, num_heads, num_key_heads, num_queries, num_keys, head_dim
 
+    @property
+    def lse_strides(self) -> tuple[int, int, int]:
+        """Those of batches, heads and rows of the log-sum-exp."""
+        _, num_heads, _, num_queries, _, _ = self.sizes
+        return 0 if self.packed else num_heads * num_queries, num_queries, 1
+
     def num_tiles(self, length: int, block: int) -> int:
         """Returns how many tiles of `block` rows all sequences have, of the length of each or, in a
         packed batch, of all; those are as in `_sequence_of`.
@@ -240,7 +241,7 @@ def _forward_launch(
     }
     numbers = (
         *_strides(*layouts),
-        (0 if call.packed else num_heads * num_queries, num_queries, 1),
+        call.lse_strides,
         num_heads,
         num_heads // num_key_heads,
         num_queries,
@@ -323,7 +324,7 @@ def _statistics_launch(
     num_batches, num_heads, _, num_queries, _, head_dim = call.sizes
     numbers = (
         *_strides(out, grad_out),
-        (0 if call.packed else num_heads * num_queries, num_queries, 1),
+        call.lse_strides,
         statistics_strides,
         num_heads,
         num_queries,
@@ -343,21 +344,27 @@ def _statistics_launch(
     return Launch(flash_attention_bwd_delta_kernel, (num_programs,), flags, numbers)
 
 
+def _as_they_are(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors
+
+
 def slices_of(
-    layouts: tuple[Layout, ...], packed: bool
+    call: Call, layouts: tuple[Layout, ...]
 ) -> tuple[tuple[Layout, ...], Callable[..., tuple]]:
-    """Returns the layouts of the bf16 slices of tensors, 4D, and what cuts them: it returns
-    vectors, for the kernels go by the layouts.
+    """Returns the layouts of what a call multiplies of tensors, 4D, and what turns them into it:
+    their bf16 slices, or the tensors. Slices come as vectors, for the kernels go by the layouts.
 
     Interpreted kernels keep the slices in fp32, of which they can multiply.
     """
+    if call.precision != "bf16x6":
+        return layouts, _as_they_are
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     head_dim = layouts[0].shape[-1]
     row = NUM_SLICES * slice_elements(head_dim)
     sliced = []
     for x in layouts:
         _, heads, length, _ = x.shape
-        strides = (0 if packed else heads * length * row, length * row, row, 1)
+        strides = (0 if call.packed else heads * length * row, length * row, row, 1)
         sliced.append(x._replace(strides=strides, dtype=dtype, on_boundary=True))
     num_rows = tuple(math.prod(x.shape[:3]) for x in layouts)
     sizes = [rows * row for rows in num_rows]
@@ -379,34 +386,25 @@ def slices_of(
     return tuple(sliced), cut
 
 
-def _triton_forward(call: Call, inputs: tuple[Layout, ...], out: Layout) -> Callable[..., None]:
-    """Returns what writes the output and the log-sum-exp: run((q, k, v), out, lse, cu_seqlens)."""
-    cut = None
-    if call.precision == "bf16x6":
-        inputs, cut = slices_of(inputs, call.packed)
+def _triton_forward(
+    call: Call, inputs: tuple[Layout, ...], out: Layout
+) -> tuple[Callable[..., None], int]:
+    """Returns what writes the output, or its parts, and the log-sum-exp: write((q, k, v), out,
+    parts, lse, cu_seqlens); and among how many programs the keys are split, each with its part.
+    """
+    inputs, cut = slices_of(call, inputs)
     tile = tiles_for(call, (*inputs, out)).forward
     num_splits = forward_splits(call, tile)
-    combine = None
-    written = out
-    head_dim = out.shape[-1]
     if num_splits > 1:
-        combine = combine_launch(out.shape, out.strides, num_splits)
         # The outputs of all splits, one batch of them after another.
-        shape = (*out.shape[:3], row_elements(head_dim))
-        written = out._replace(shape=shape, dtype=torch.float32).contiguous()
-    launch = _forward_launch(call, (*inputs, written), tile, num_splits)
+        shape = (*out.shape[:3], row_elements(out.shape[-1]))
+        out = out._replace(shape=shape, dtype=torch.float32).contiguous()
+    launch = _forward_launch(call, (*inputs, out), tile, num_splits)
 
-    def run(inputs, out, lse, cu_seqlens) -> None:
-        if cut is not None:
-            inputs = cut(*inputs)
-        if combine is None:
-            launch(*inputs, out, lse, *cu_seqlens)
-        else:
-            parts = empty_splits(num_splits, lse, head_dim)
-            launch(*inputs, *parts, *cu_seqlens)
-            combine(*parts, out, lse)
+    def write(inputs, out, parts, lse, cu_seqlens) -> None:
+        launch(*cut(*inputs), out if parts is None else parts, lse, *cu_seqlens)
 
-    return run
+    return write, num_splits
 
 
 def _triton_backward(
@@ -418,15 +416,13 @@ def _triton_backward(
     """Returns what writes the gradients: run((q, k, v, grad_out), (lse_log2, delta, …), grads,
     cu_seqlens).
     """
-    cut = None
-    if call.precision == "bf16x6":
-        inputs, cut = slices_of(inputs, call.packed)
+    inputs, cut = slices_of(call, inputs)
     config = tiles_for(call, (*inputs, *grads))
     dkdv = _backward_launch(call, inputs, grads[1:], config.dkdv, statistics_strides)
     dq = _backward_launch(call, inputs, grads[:1], config.dq, statistics_strides)
 
     def run(inputs, scratch, grads, cu_seqlens) -> None:
-        q, k, v, grad_out = inputs if cut is None else cut(*inputs)
+        q, k, v, grad_out = cut(*inputs)
         cu_q, cu_k = cu_seqlens
         statistics = scratch[:2]
         grad_q, *grads_of_keys = grads
@@ -452,26 +448,22 @@ def _is_copied(call: Call, x: Layout) -> bool:
     return is_apart or off_boundaries or x.is_negated or (call.impl == "gluon" and is_expanded)
 
 
-class Inputs:
-    """The inputs of kernels: their layouts, 4D, and of which a copy is read."""
+def _read(
+    call: Call, *layouts: Layout
+) -> tuple[tuple[Layout, ...], Callable[..., Sequence[Tensor]]]:
+    """Returns the layouts, 4D, of what kernels read of inputs, and what turns the inputs into it:
+    some are copied. `contiguous` would return a dense one off a boundary as it is.
+    """
+    copied = [_is_copied(call, x) for x in layouts]
 
-    def __init__(self, call: Call, *layouts: Layout):
-        self.copied = [_is_copied(call, x) for x in layouts]
-        read = (
-            x.contiguous() if copied else x for x, copied in zip(layouts, self.copied, strict=True)
-        )
-        self.layouts = tuple(x.as_4d(call.packed) for x in read)
-
-    def read(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Returns the tensors, or copies; `contiguous` would return a dense one off a boundary as
-        it is.
-        """
-        if not any(self.copied):
-            return tensors
+    def read(*tensors: Tensor) -> list[Tensor]:
         return [
-            x.clone(memory_format=torch.contiguous_format) if copied else x
-            for x, copied in zip(tensors, self.copied, strict=True)
+            x.clone(memory_format=torch.contiguous_format) if each else x
+            for x, each in zip(tensors, copied, strict=True)
         ]
+
+    dense = (x.contiguous() if each else x for x, each in zip(layouts, copied, strict=True))
+    return tuple(x.as_4d(call.packed) for x in dense), read if any(copied) else _as_they_are
 
 
 def _is_elsewhere(device_index: int | None) -> bool:
@@ -495,7 +487,7 @@ class Plan:
         )
         self.device_index = call.q.device.index
         self.gluon = {"scale": call.scale, "causal": call.right == 0}
-        self.inputs = Inputs(call, call.q, call.k, call.v)
+        inputs, self.read = _read(call, call.q, call.k, call.v)
         self.out = call.q.dense()
         self.grads = tuple(x.dense() for x in call[:3])
         self.launched_backward: dict[tuple, tuple] = {}
@@ -504,9 +496,10 @@ class Plan:
         self.lse = self.out._replace(shape=lse_shape, dtype=torch.float32).contiguous()
         if call.impl == "gluon":
             plan = hopper_kernels("forward").plan
-            self.write_outputs = plan(*self.inputs.layouts, out, **self.gluon)
+            self.write_outputs, num_splits = plan(*inputs, out, **self.gluon)
         else:
-            self.write_outputs = _triton_forward(call, self.inputs.layouts, out)
+            self.write_outputs, num_splits = _triton_forward(call, inputs, out)
+        self.combine, self.parts = combine_launch(out, num_splits) if num_splits > 1 else (None, ())
 
     def forward(
         self,
@@ -525,16 +518,22 @@ class Plan:
                 return self.forward(q, k, v, cu_seqlens_q, cu_seqlens_k)
         out = self.out.empty()
         lse = self.lse.empty()
-        self.write_outputs(self.inputs.read(q, k, v), out, lse, (cu_seqlens_q, cu_seqlens_k))
+        inputs, cu_seqlens = self.read(q, k, v), (cu_seqlens_q, cu_seqlens_k)
+        if self.combine is None:
+            self.write_outputs(inputs, out, None, lse, cu_seqlens)
+        else:
+            parts = [x.empty() for x in self.parts]
+            self.write_outputs(inputs, out, *parts, cu_seqlens)
+            self.combine(*parts, out, lse)
         return out, lse
 
     def _plan_backward(self, grad_out: Layout, out: Layout) -> tuple:
-        """Returns the inputs; the layouts of the log-sum-exp in base 2, of delta and of what else
-        the kernels write for one another; what writes the first, and what writes the gradients.
+        """Returns what the inputs are read by; the layouts of the log-sum-exp in base 2, of delta
+        and of what else the kernels write for one another; what writes the first of these, and what
+        writes the gradients.
         """
         call = self.call
-        inputs = Inputs(call, call.q, call.k, call.v, grad_out, out)
-        *read, out = inputs.layouts
+        (*inputs, out), read = _read(call, call.q, call.k, call.v, grad_out, out)
         grads = tuple(x.as_4d(call.packed) for x in self.grads)
         num_batches, num_heads, _, num_queries, _, _ = call.sizes
         # The statistics of a packed batch are one set.
@@ -545,13 +544,13 @@ class Plan:
         strides = (0 if call.packed else num_heads * num_rows, num_rows, 1)
         if call.impl == "gluon":
             plan = hopper_kernels("one_pass").plan
-            counters, sums, run = plan(*read, grads, num_rows, **self.gluon)
+            counters, sums, run = plan(*inputs, grads, num_rows, **self.gluon)
             scratch = (statistics, statistics, counters, sums)
         else:
-            run = _triton_backward(call, tuple(read), grads, strides)
+            run = _triton_backward(call, tuple(inputs), grads, strides)
             scratch = (statistics, statistics)
-        write_statistics = _statistics_launch(call, out, read[3], strides, scratch[2:])
-        return inputs, scratch, write_statistics, run
+        write_statistics = _statistics_launch(call, out, inputs[3], strides, scratch[2:])
+        return read, scratch, write_statistics, run
 
     def backward(
         self,
@@ -574,13 +573,13 @@ class Plan:
         if planned is None:
             layouts = (Layout(*facts) for facts in key[:2])
             planned = self.launched_backward[key] = self._plan_backward(*layouts)
-        inputs, layouts, write_statistics, write_gradients = planned
+        read, layouts, write_statistics, write_gradients = planned
         grads = tuple([x.empty() for x in self.grads])
         scratch = [x.empty() for x in layouts]
-        *read, out = inputs.read(q, k, v, grad_out, out)
+        *inputs, out = read(q, k, v, grad_out, out)
         counters = scratch[2] if len(scratch) > 2 else None
-        write_statistics(out, read[3], lse.contiguous(), *scratch[:2], counters, cu_seqlens_q)
-        write_gradients(read, scratch, grads, (cu_seqlens_q, cu_seqlens_k))
+        write_statistics(out, inputs[3], lse.contiguous(), *scratch[:2], counters, cu_seqlens_q)
+        write_gradients(inputs, scratch, grads, (cu_seqlens_q, cu_seqlens_k))
         return grads
 
 

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from labkit.kernels.flash_attention.hopper.tiles import (
+    LENGTHS,
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
@@ -57,21 +58,17 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     parts,
     plus_product,
     product_layout,
-    put,
     queue,
     ring,
     run_of,
     shared_by_warps,
+    store,
     tiles_of,
     times_transposed,
     to_low,
 )
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.flash_attention.splits import (
-    combine_launch,
-    empty_splits,
-    num_splits_of,
-)
+from labkit.kernels.flash_attention.splits import num_splits_of
 from labkit.kernels.launch import num_multiprocessors
 
 # Keys of a tile, how many tiles are in flight, and warpgroups of 64 queries. Bounds: 160 or 240
@@ -100,19 +97,6 @@ PERSISTENT_UNTIL = 8192
 QUEUE_FROM = 2048
 DYNAMIC_FROM = 3
 DYNAMIC_FROM_KEYS = 512
-
-# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
-# anew.
-LENGTHS = (
-    "num_heads",
-    "num_heads_total",
-    "group",
-    "num_queries",
-    "num_keys",
-    "num_splits",
-    "section",
-    "run",
-)
 
 
 @shared_by_warps
@@ -377,9 +361,9 @@ def _consumer(s, C: gl.constexpr):
                 _store_part(s, s.parts_ptr + first_row * ROW, acc[n], q1, n * 64, ROW)
         else:
             # The output takes the place of the queries.
-            put(acc, q)
             batch = head_split // s.num_heads
-            s.q.store(own, s.out_descs, batch, head_split % s.num_heads, q1)
+            head = head_split % s.num_heads
+            store(acc, s.q.whole(own % s.q.NUM), s.out_descs, batch, head, q1)
         j = after
         if s.DYNAMIC:
             t = s.tiles.await_number(turn)
@@ -481,9 +465,10 @@ def hopper_fwd_kernel(
 
 def plan(
     q: Layout, k: Layout, v: Layout, out: Layout, *, scale: float, causal: bool
-) -> Callable[..., None]:
-    """Returns what writes the output and the log-sum-exp (fp32, natural units, dense):
-    run((q, k, v), out, lse, cu_seqlens).
+) -> tuple[Callable[..., None], int]:
+    """Returns what writes the output, or its parts, and the log-sum-exp (fp32, natural units,
+    dense): write((q, k, v), out, parts, lse, cu_seqlens); and among how many programs the keys of a
+    query are split, each with its part.
 
     The layouts are 4D; the heads of k and v divide those of q.
     """
@@ -533,15 +518,9 @@ def plan(
     launch = TileLaunch(
         hopper_fwd_kernel, (num_programs,), described, numbers, constants, consumers
     )
-    combine = combine_launch(out.shape, out.strides, num_splits) if num_splits > 1 else None
 
-    def run(inputs, out, lse, _) -> None:
+    def write(inputs, out, parts, lse, _) -> None:
         tile_counter = torch.zeros(1, dtype=torch.int32, device=out.device) if dynamic else None
-        if combine is None:
-            launch(*inputs, out, None, lse, tile_counter)
-        else:
-            parts = empty_splits(num_splits, lse, head_dim)
-            launch(*inputs, out, *parts, tile_counter)
-            combine(*parts, out, lse)
+        launch(*inputs, out, parts, lse, tile_counter)
 
-    return run
+    return write, num_splits

@@ -68,6 +68,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from labkit.kernels.flash_attention.hopper.tiles import (
+    LENGTHS,
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
@@ -85,7 +86,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     described_as,
     even_section,
     finished,
-    fp32_layout,
     parts,
     plus_product,
     product_layout,
@@ -95,10 +95,12 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     rows_of,
     run_of,
     shared_by_warps,
+    store,
     tiles_of,
     times_transposed,
 )
 from labkit.kernels.flash_attention.plan import Layout
+from labkit.kernels.flash_attention.triton import start_of
 from labkit.kernels.launch import Launch, num_multiprocessors
 
 # Releases of Triton before 3.8 have these operations under other names.
@@ -139,22 +141,6 @@ STAGES_GRAD_OUT = gl.constexpr(2)
 # enough then (1, 16, 16384, 128: 661 TFLOP/s, not 548).
 WAITING = 0.02
 
-# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
-# anew.
-LENGTHS = (
-    "num_heads",
-    "num_heads_total",
-    "group",
-    "num_queries",
-    "num_keys",
-    "padded_queries",
-    "num_tiles",
-    "first_tile",
-    "section",
-    "run",
-    "num_work_tiles",
-)
-
 
 @shared_by_warps
 class Shared:
@@ -179,8 +165,7 @@ class Shared:
     passed: Value
     work: Value
     dq_accum_descs: Value
-    dq_semaphore_ptr: Value
-    tile_counter_ptr: Value
+    counters_ptr: Value
     num_heads: Value
     num_heads_total: Value
     group: Value
@@ -201,7 +186,7 @@ class Shared:
 def _take_work_tile(s):
     """The number of the next work tile: its key head's, times the tiles of a head, plus its own."""
     # From a counter, so that whoever waits for a work tile waits for a program that runs.
-    index = gl.atomic_add(s.tile_counter_ptr, 1)
+    index = gl.atomic_add(s.counters_ptr, 1)
     num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
     last = s.num_work_tiles - 1
     head_total, key_tile = decode_tile(
@@ -316,7 +301,8 @@ def _writer(s, W: gl.constexpr):
         # Every other tile of all; of this work tile's the even ones or the odd ones.
         odd = (j + W) & 1
         key_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
-        mine = s.dq_semaphore_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
+        own = (head_total * key_tiles + key_tile) * WRITERS + odd
+        mine = s.counters_ptr + FIRST_SEMAPHORE + own
         # Those tiles of the program before; the first waits for none.
         added = gl.where(key_tile == 0, count, 0)
         for i in range(odd, count, WRITERS):
@@ -350,20 +336,18 @@ def _grad_q_product(s, zero, j, C: gl.constexpr):
     HAS_TAIL: gl.constexpr = len(s.k.tiles) == 2
     # A tile of 128 columns lies in memory as two tiles of 64.
     TILES_Q: gl.constexpr = s.BLOCK_Q // 64
-    TILES_D: gl.constexpr = s.D // 64
     left = reinterpret(s.grad_scores_s, DTYPE, [4 * TILES_Q, 64, 64], LAYOUT)
-    right = reinterpret(s.k.tiles[0], DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
     PART_Q: gl.constexpr = C if s.BLOCK_Q == 128 else 0
-    PART_D: gl.constexpr = 0 if s.BLOCK_Q == 128 else C
+    PART_D: gl.constexpr = C if HAS_TAIL else 0
     first = (j & 1) * 2 * TILES_Q + PART_Q
     COLUMNS: gl.constexpr = s.k.tiles[C].shape[4] if HAS_TAIL else 64
     grad_q = (accumulator(COLUMNS),)
     for half in gl.static_range(2):
         grad_scores = left.index(first + half * TILES_Q).permute((1, 0))
-        if HAS_TAIL:
-            k = s.k.at(half + zero)[C]
+        if s.D == 128:
+            k = reinterpret(s.k.tiles[0], DTYPE, [4, 64, 64], LAYOUT).index(half * 2 + C + zero)
         else:
-            k = right.index(half * TILES_D + PART_D + zero)
+            k = s.k.at(half + zero)[PART_D]
         grad_q = plus_product(grad_scores, (k,), grad_q, half == 1)
     return grad_q[0]
 
@@ -390,17 +374,6 @@ def _put_grad_q(s, grad_q, j, C: gl.constexpr, before, is_one=True):
     s.grad_q_s[C].store(_in_register_order(grad_q))
     fence_async_shared()
     mbarrier.arrive(s.grad_q_full.index(j % WRITERS), count=1, pred=is_one)
-
-
-@gluon.jit
-def _store(descs, grad, tiles, batch, head, row):
-    """Starts to write a gradient to 64 rows, through tiles in shared memory."""
-    for n in gl.static_range(len(descs)):
-        tile = tiles[n].reshape([64, tiles[n].shape[3]])
-        tile.store(grad[n].to(tile.dtype))
-    fence_async_shared()
-    for n in gl.static_range(len(descs)):
-        async_store(descs[n], [batch, head, row, n * 64], tiles[n])
 
 
 @gluon.jit
@@ -520,7 +493,7 @@ def _consumer(s, C: gl.constexpr):
             carriers = reinterpret(s.grad_scores_s, DTYPE, [2, 1, 1, 64, 128], LAYOUT)
             grad_v_s = (s.carrier_s[0].index(0) if C == 0 else carriers.index(free),)
             grad_k_s = grad_v_s
-        _store(s.grad_v_descs, grad_v, grad_v_s, batch, head, k1)
+        store(grad_v, grad_v_s, s.grad_v_descs, batch, head, k1)
         grad_k = finished(grad_k_mma, 2)
         grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
         s.k.release(turn * 2)
@@ -530,7 +503,7 @@ def _consumer(s, C: gl.constexpr):
         if s.D == 128:
             tma.store_wait(0)
         grad_k = [part * (s.scale_log2 * LN_2) for part in grad_k]
-        _store(s.grad_k_descs, grad_k, grad_k_s, batch, head, k1)
+        store(grad_k, grad_k_s, s.grad_k_descs, batch, head, k1)
         base = after
         s.work.release(turn)
         turn += 1
@@ -607,7 +580,6 @@ def hopper_bwd_single_kernel(
         barriers(1, 1).index(0),
         queue(2 + WRITERS),
         dq_accum_descs,
-        counters_ptr + FIRST_SEMAPHORE,
         counters_ptr,
         num_heads,
         num_heads_total,
@@ -657,9 +629,7 @@ def _convert(
 def hopper_bwd_convert_kernel(
     dq_accum_ptr,
     grad_q_ptr,
-    stride_b,
-    stride_h,
-    stride_s,
+    strides,
     num_queries,
     num_tiles,
     first_tile,
@@ -670,22 +640,22 @@ def hopper_bwd_convert_kernel(
 ):
     """∂Q = scale · sum, of one of the two parts of a tile; 0 before `first_tile`."""
     part = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
     tile = part // 2
     head_total = batch * tl.num_programs(1) + head
     # A tile of 128 queries has two parts of 64 queries, one of 64 has two of 64 columns.
     second = part % 2
     row = tile * BLOCK_Q + (second * 64 if BLOCK_Q == 128 else 0)
     column = 0 if BLOCK_Q == 128 else second * 64
-    part_ptr = dq_accum_ptr + (head_total * num_tiles + tile) * 64 * (64 + (TAIL or 64))
-    part_ptr += second * 4096
-    to = grad_q_ptr + batch * stride_b + head * stride_h + row.to(tl.int64) * stride_s + column
+    part_ptr = dq_accum_ptr + second * 4096
+    part_ptr += (head_total.to(tl.int64) * num_tiles + tile) * 64 * (64 + (TAIL or 64))
+    to = grad_q_ptr + start_of(strides, batch, head, row, 1) + column
     left = (num_queries - row, HEAD_DIM - column)
     if TAIL and second == 1:
-        _convert(part_ptr, tile - first_tile, to, stride_s, *left, scale, TAIL)
+        _convert(part_ptr, tile - first_tile, to, strides[2], *left, scale, TAIL)
     else:
-        _convert(part_ptr, tile - first_tile, to, stride_s, *left, scale, 64)
+        _convert(part_ptr, tile - first_tile, to, strides[2], *left, scale, 64)
 
 
 def _section(num_heads: int, num_tiles: int, steps: int, causal: bool, programs: int) -> int:
@@ -734,7 +704,7 @@ def plan(
     dq_accum_shape = (num_heads_total * num_tiles * (16 + second_rows), 256)
     statistics = rows_of(num_heads_total * padded_queries, block_q)
     first, second = (
-        described_as(dq_accum_shape, (256, 1), torch.float32, (rows, 256), fp32_layout(2))
+        described_as(dq_accum_shape, (256, 1), torch.float32, (rows, 256))
         for rows in (16, second_rows)
     )
     _, grad_k, grad_v = grads
@@ -770,7 +740,7 @@ def plan(
         hopper_bwd_convert_kernel,
         (num_tiles * 2, num_heads, num_batches),
         {"HEAD_DIM": head_dim, "TAIL": tail, "BLOCK_Q": block_q},
-        (*grads[0].strides[:3], num_queries, num_tiles, first_tile, scale),
+        (grads[0].strides[:3], num_queries, num_tiles, first_tile, scale),
     )
 
     def run(inputs, scratch, grads, _) -> None:

@@ -10,7 +10,6 @@ settled here, and `not_loading` of ../tiles.py says whether the kernels load wit
 one.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -79,6 +78,11 @@ TAILS = {64: 0, 72: 16, 80: 16, 96: 32, 128: 0}
 # backward wait for one another, and the last tiles of a section are too few to end together.
 SHARERS = 6
 STEPS_OF_A_RUN = 64
+
+# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
+# anew.
+LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "section", "run")
+LENGTHS += ("num_splits", "padded_queries", "num_tiles", "first_tile", "num_work_tiles")
 
 # By the number of consumers: the warps' equal shares of the register file at the start, and what a
 # consumer has of it once the warps that only move tiles have given all but 24 of their own away.
@@ -181,23 +185,18 @@ class Ring:
         mbarrier.arrive(self.empty.index(j % self.NUM), count=1, pred=pred)
 
     @gluon.jit
+    def whole(self, place):
+        """The tile in a place, as it is loaded and stored."""
+        return [part.index(place) for part in self.tiles]
+
+    @gluon.jit
     def at(self, place):
         """The tile in a place, as (rows, columns)."""
-        return [part.index(place).reshape([part.shape[3], part.shape[4]]) for part in self.tiles]
+        return [part.reshape([part.shape[2], part.shape[3]]) for part in self.whole(place)]
 
     @gluon.jit
     def tile(self, j):
         return self.at(j % self.NUM)
-
-    @gluon.jit
-    def store(self, j, descs, batch, head, row):
-        """Starts to write what has been put into a tile to rows of another tensor; those past its
-        end are left out.
-        """
-        fence_async_shared()
-        for i in gl.static_range(len(descs)):
-            tile = self.tiles[i].index(j % self.NUM)
-            async_store(descs[i], [batch, head, row, i * 64], tile)
 
 
 @gluon.jit
@@ -262,10 +261,16 @@ def finished(acc, LATER: gl.constexpr):
 
 
 @gluon.jit
-def put(acc, tile):
-    """Writes accumulators to a tile."""
+def store(acc, tile, descs, batch, head, row):
+    """Starts to write accumulators, through a tile in shared memory, to 64 rows of a tensor; those
+    past its end are left out.
+    """
     for i in gl.static_range(len(tile)):
-        tile[i].store(to_low(acc[i], tile[i].dtype))
+        part = tile[i].reshape([64, tile[i].shape[3]])
+        part.store(to_low(acc[i], part.dtype))
+    fence_async_shared()
+    for i in gl.static_range(len(tile)):
+        async_store(descs[i], [batch, head, row, i * 64], tile[i])
 
 
 @gluon.jit
@@ -284,6 +289,10 @@ def counting(NUM: gl.constexpr):
 class Queue:
     """Numbers of work tiles, which one warp takes from a counter and hands to the others, one a
     turn, through two slots.
+
+    compute-sanitizer's racecheck reports hazards between `hand` and `number`, for it does not
+    follow mbarriers across warps: every arrive is preceded by a barrier of its warpgroup, as the
+    PTX shows, and memcheck is clean.
     """
 
     numbers: Value
@@ -353,32 +362,25 @@ def run_of(longest: int) -> int:
     return max(1, longest // STEPS_OF_A_RUN)
 
 
-@functools.cache
-def tile_layout(num_columns: int) -> gl.NVMMASharedLayout:
-    """The layout of tiles of 16-bit numbers; 128 columns lie as two times 64."""
-    swizzle = min(128, 2 * num_columns)
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
-
-
-@functools.cache
-def fp32_layout(rank: int) -> gl.NVMMASharedLayout:
-    """The layout of fp32 statistics and sums: one after the other."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
-
-
 def described_as(
-    shape: tuple, strides: tuple, dtype: torch.dtype, block: tuple, layout
+    shape: tuple, strides: tuple, dtype: torch.dtype, block: tuple
 ) -> TensorDescriptor:
-    """Describes tiles of a tensor whose place a tensor without elements takes."""
+    """Describes tiles of a tensor whose place a tensor without elements takes.
+
+    Of 16-bit numbers 128 columns lie as two times 64; fp32 ones lie one after the other.
+    """
     # A dimension of one element may have any stride, of which TMA would still ask for a multiple of
     # 16 bytes.
     outer = [
         shape[-1] if size == 1 else stride
         for size, stride in zip(shape[:-1], strides[:-1], strict=True)
     ]
-    return TensorDescriptor(
-        torch.empty(0, dtype=dtype), list(shape), [*outer, 1], list(block), layout
+    swizzle = 0 if dtype == torch.float32 else min(128, 2 * block[-1])
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=len(block)
     )
+    base = torch.empty(0, dtype=dtype)
+    return TensorDescriptor(base, list(shape), [*outer, 1], list(block), layout)
 
 
 def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
@@ -392,15 +394,14 @@ def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
     shape, strides, dtype, *_ = x_BHSD
 
     def described(num_columns: int) -> TensorDescriptor:
-        block = (1, 1, num_rows, num_columns)
-        return described_as(shape, strides, dtype, block, tile_layout(num_columns))
+        return described_as(shape, strides, dtype, (1, 1, num_rows, num_columns))
 
     return described(64 if tail else shape[-1]), described(tail) if tail else None
 
 
 def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
     """Describes runs of num_rows row statistics, of all heads one after another."""
-    return described_as((num_elements,), (1,), torch.float32, (num_rows,), fp32_layout(1))
+    return described_as((num_elements,), (1,), torch.float32, (num_rows,))
 
 
 class TileLaunch:
@@ -443,19 +444,15 @@ class TileLaunch:
         self.launcher(*handed)
 
     def _placed(self, tensors: Sequence[Tensor | None]) -> list[TensorDescriptor | None]:
-        return [
-            _placed(description, x)
-            for x, descriptions in zip(tensors, self.tiles, strict=False)
-            for description in descriptions
-        ]
-
-
-def _placed(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
-    """Returns these tiles of a tensor that starts on a 16-byte boundary; Triton's checks take
-    longer than a launch.
-    """
-    if tiles is None:
-        return None
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(tiles.__dict__, base=x)
-    return descriptor
+        """Returns tiles of tensors that start on 16-byte boundaries; Triton's checks take longer
+        than a launch.
+        """
+        placed = []
+        for x, descriptions in zip(tensors, self.tiles, strict=False):
+            for tiles in descriptions:
+                descriptor = None
+                if tiles is not None:
+                    descriptor = object.__new__(TensorDescriptor)
+                    descriptor.__dict__.update(tiles.__dict__, base=x)
+                placed.append(descriptor)
+        return placed
