@@ -33,6 +33,7 @@ from triton.backends.nvidia import driver
 from labkit.kernels import flash_attention as fa
 from labkit.kernels.flash_attention import (
     FlashAttention,
+    TiledFlashAttention,
     flash_attention,
     op,
     resolve_impl,
@@ -41,11 +42,7 @@ from labkit.kernels.flash_attention import (
 from labkit.kernels.flash_attention import plan as plans
 from labkit.kernels.flash_attention.hopper import forward, one_pass
 from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
-from labkit.kernels.flash_attention.tiled import (
-    TiledFlashAttention,
-    tiled_attention_backward,
-    tiled_attention_forward,
-)
+from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.triton import STATISTICS_PADDING, split_head_dim
 from labkit.kernels.launch import unhooked
 from labkit.kernels.reference import _repeat_heads, _scores, attention_reference
@@ -791,7 +788,7 @@ BAD_VALUES = {
     "v must have the dtype of q, torch.float32; got torch.float16": lambda: call(
         v=zeros(*Q).half()
     ),
-    "k must be on the device of q, cpu; got meta": lambda: call(k=zeros(*Q, device="meta")),
+    "k must have the device of q, cpu; got meta": lambda: call(k=zeros(*Q, device="meta")),
     "head dimension of q must be 1 to 256; got 257": lambda: call(shape=(1, 1, 2, 257)),
     "k must have the batch size of q, 2": lambda: call(k=zeros(3, 4, 6, 8), v=zeros(3, 4, 6, 8)),
     "heads of k must divide those of q, 4": lambda: call(k=zeros(2, 3, 6, 8), v=zeros(2, 3, 6, 8)),
@@ -816,7 +813,7 @@ BAD_VALUES = {
     "cu_seqlens_k must have the shape of": lambda: call_packed(cu(0, 10), cu(0, 5, 10)),
     "max_seqlen_q must be at least": lambda: call_packed(cu(0, 7, 10), max_seqlen_q=6),
     "on a CUDA device; got cpu": lambda: FlashAttention.apply(*[zeros(2, 6, 8)] * 3),
-    "q must be (batch, n_queries, d)": lambda: TiledFlashAttention.apply(
+    "v must have the shape of k": lambda: TiledFlashAttention.apply(
         *[zeros(2, 6, 8)] * 2, zeros(2, 5, 8)
     ),
 }

@@ -101,8 +101,8 @@ def compile_plan(
     config: AttentionConfig | None = None,
     only: tuple[str, ...] = KERNELS,
 ) -> dict[str, tuple]:
-    """Returns (compiled kernel, what ptxas said, its constants), by name, of what a plan launches
-    forward and backward for dense tensors of a device that is not there: KERNELS, or `only` these.
+    """Returns (compiled kernel, what ptxas said), by name, of what a plan launches forward and
+    backward for dense tensors of a device that is not there: KERNELS, or `only` these.
 
     `programs`: how many multiprocessors that device has.
     """
@@ -117,8 +117,7 @@ def compile_plan(
         if name in only:
             warm = launched.kernel.warmup
             options = {"grid": launched.grid, **constants}
-            compiled = logged(lambda: warm(*arguments, *launched.numbers, **options))
-            found[name] = (*compiled, constants)
+            found[name] = logged(lambda: warm(*arguments, *launched.numbers, **options))
 
     def room(num_heads: int) -> torch.Tensor:
         shape = (length, num_heads, head_dim) if packed else (2, num_heads, length, head_dim)
@@ -222,7 +221,7 @@ def check_limits(compiled, log: str, most_spilled: int) -> None:
 def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, options, only):
     found = compile_plan(90, head_dim, only=only, **options)
     assert set(found) == set(only)
-    for compiled, log, _ in found.values():
+    for compiled, log in found.values():
         check_limits(compiled, log, SPILL_LIMIT)
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         # The loads of the loop are vectors: cp.async takes at least 4 bytes, so that single
@@ -279,7 +278,7 @@ def test_every_shipped_tile_compiles_and_fits(family, arithmetic, capability, wi
         options = {"precision": precision, "config": AttentionConfig(*shipped)}
         packed = family.endswith("packed")
         found = compile_plan(capability, width, dtype, packed=packed, **options)
-        for kernel, (compiled, log, _) in found.items():
+        for kernel, (compiled, log) in found.items():
             where = (kernel, width, precision)
             assert compiled.metadata.shared <= SHARED_LIMIT[capability], where
             # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile
@@ -298,7 +297,7 @@ def test_the_kernels_around_them_do_not_spill(head_dim):
     options = {"precision": precision, "num_splits": 3, "only": around}
     found = compile_plan(90, head_dim, torch.float32, **options)
     assert len(found) == (3 if precision == "bf16x6" else 2)
-    for name, (_, log, _) in found.items():
+    for name, (_, log) in found.items():
         assert spilled_bytes(log) == 0, name
     # Several splits are on their way at once.
     assert "cp.async" in found["attention_combine_kernel"][0].asm["ptx"]
@@ -443,14 +442,14 @@ def test_the_hopper_forward_neither_spills_nor_serialises(head_dim, dtype, optio
             pytest.mark.xfail(strict=True, reason="104 bytes spilled; 96 are allowed")
         )
     found = compile_plan(90, head_dim, dtype, impl="gluon", only=("forward",), **options)
-    ((compiled, log, constants),) = found.values()
+    ((compiled, log),) = found.values()
     is_loose = options is OTHER or (head_dim == 64 and "length" in options)
     check_gluon(compiled, log, 64 if is_loose else SPILL_LIMIT)
     # No product is padded: 64 or 128 columns, and those of the tail.
     widths = {int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", compiled.asm["ptx"])}
     tail = hopper_tiles.TAILS[head_dim]
     columns = {64, tail} if tail else {head_dim}
-    assert widths == columns | {constants["BLOCK_K"]}
+    assert widths == columns | {forward.BLOCK_K.value}
 
 
 @pytest.mark.parametrize(
@@ -464,7 +463,7 @@ def test_the_hopper_forward_neither_spills_nor_serialises(head_dim, dtype, optio
 )
 def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim, dtype, options):
     asked = {"impl": "gluon", "only": ("hopper_bwd_single_kernel",)}
-    ((compiled, log, _),) = compile_plan(90, head_dim, dtype, **asked, **options).values()
+    ((compiled, log),) = compile_plan(90, head_dim, dtype, **asked, **options).values()
     check_gluon(compiled, log, SINGLE_SPILL_LIMIT.get(head_dim, SPILL_LIMIT))
     assert "cp.reduce.async.bulk.tensor" in compiled.asm["ptx"]
 

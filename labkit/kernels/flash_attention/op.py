@@ -52,6 +52,8 @@ from labkit.kernels.fused import (
 )
 from labkit.kernels.launch import REMEMBERED
 
+ALIKE = ("dtype", "device", "number of dimensions", "head dimension", "batch size")
+
 # ---- checks --------------------------------------------------------------------------------------
 
 
@@ -80,19 +82,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             )
         if x.dtype not in TILED_DTYPES:
             raise ValueError(f"{name} must be of dtype {listed(TILED_DTYPES)}; got {x.dtype}")
+
+    def alike(x: Tensor) -> tuple:
+        batch_size = None if packed else x.shape[0]
+        return x.dtype, x.device, x.dim(), x.shape[-1], batch_size
+
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have the dtype of q, {q.dtype}; got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
-        if x.dim() != q.dim():
-            raise ValueError(
-                f"{name} must have as many dimensions as q, {q.dim()}; got shape {tuple(x.shape)}"
-            )
-        if x.shape[-1] != q.shape[-1]:
-            raise ValueError(
-                f"{name} must have the head dimension of q, {q.shape[-1]}; got {x.shape[-1]}"
-            )
+        for what, expected, got in zip(ALIKE, alike(q), alike(x), strict=True):
+            if got != expected:
+                raise ValueError(f"{name} must have the {what} of q, {expected}; got {got}")
     if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}; got {tuple(v.shape)}")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
@@ -102,15 +100,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             raise ValueError(
                 f"{name} must hold at least one batch, head and row; got shape {tuple(x.shape)}"
             )
-    if not packed and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have the batch size of q, {q.shape[0]}; got {k.shape[0]}")
-    heads = 1 if packed else -3
-    if q.dim() == 4 or packed:
-        num_heads, num_key_heads = q.shape[heads], k.shape[heads]
-        if num_heads % num_key_heads:
-            raise ValueError(
-                f"the heads of k must divide those of q, {num_heads}; got {num_key_heads}"
-            )
+    axis = 1 if packed else -3
+    if (q.dim() == 4 or packed) and q.shape[axis] % k.shape[axis]:
+        raise ValueError(
+            f"the heads of k must divide those of q, {q.shape[axis]}; got {k.shape[axis]}"
+        )
 
 
 def _check_cu_seqlens(name: str, cu_seqlens, device: torch.device) -> None:
@@ -532,12 +526,22 @@ class FlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, impl: str = "triton"
+    ) -> Tensor:
         _check_kinds(q, k, v)
         inputs = (q, k, v, None, None)
-        options = (None, -1, 0 if is_causal else -1, "auto", "triton")
+        options = (None, -1, 0 if is_causal else -1, "auto", impl)
         return _EagerAttention.forward(ctx, _checked_plan(inputs, options), options, *inputs)
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         return *_EagerAttention.backward(ctx, grad_out)[2:5], None
+
+
+class TiledFlashAttention(FlashAttention):
+    """The same in plain PyTorch, on any device."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return FlashAttention.forward(ctx, q, k, v, is_causal, "tiled")

@@ -203,7 +203,6 @@ TILES = {
         # 393. dQ: 64 keys leave it below 128 registers, so that programs hide each other's waits.
         64: (_two(128, 64, 8, 3), _two(64, 128, 8, 2), _two(128, 64, 8, 2)),
         # Forward: 128 × 128 keep wgmma at its widest, and a third stage no longer fits.
-        80: (_two(128, 128, 8, 2), _two(64, 128, 8, 2), _two(128, 64, 8, 2)),
         # dK/dV: the masks of a second loop no longer fit in registers.
         128: (_two(128, 128, 8, 2), _one(64, 128, 8, 3), _two(128, 64, 8, 2)),
         # Not tuned: 32 × 32 are the largest whose dK/dV stays near the register file.
