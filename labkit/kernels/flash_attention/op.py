@@ -298,8 +298,8 @@ def _checked_plan(inputs: tuple, options: tuple) -> Plan | TiledPlan:
     try:
         lengths = tuple(map(facts_of, cu_seqlens)) if packed else None
         key = (facts_of(q), facts_of(k), facts_of(v), lengths, options)
-    except RuntimeError:
-        # Of a sparse or a nested tensor, which has no strides.
+    except (AttributeError, RuntimeError):
+        # Of what is no tensor, or of a sparse or nested one, which has no strides.
         _check_kinds(q, k, v)
         raise
     plan = _PLANS.get(key)
@@ -371,7 +371,7 @@ def _backward(
 
 @_backward.register_fake
 def _(q, k, v, *_):
-    return _empty_like_layout(q), _empty_like_layout(k), _empty_like_layout(v)
+    return tuple(map(_empty_like_layout, (q, k, v)))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -380,9 +380,12 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:5], *output)
 
 
-def _gradients(ctx, grad_out: Tensor, _grad_lse):
+def _gradients(ctx, grad_out: Tensor, _grad_lse: Tensor | None = None) -> tuple:
     *inputs, out, lse = ctx.saved_tensors
-    return *_backward.op(*inputs, *ctx.options, grad_out, out, lse), *(None,) * 9
+    # Hooks on saved tensors may have laid them out anew: it looks for their plan.
+    is_shown = is_watched((grad_out, *inputs[:3]))
+    run = _backward.op if is_shown else _backward.function
+    return *run(*inputs, *ctx.options, grad_out, out, lse), *(None,) * 9
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -502,12 +505,7 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     @first_order("flash_attention")
     def backward(ctx, grad_out: Tensor):
-        *inputs, out, lse = ctx.saved_tensors
-        # Hooks on saved tensors may have laid them out anew: it looks for their plan.
-        is_shown = is_watched((grad_out, *inputs[:3]))
-        run = _backward.op if is_shown else _backward.function
-        grads = run(*inputs, *ctx.options, grad_out, out, lse)
-        return None, None, *grads, None, None
+        return None, None, *_gradients(ctx, grad_out)[:5]
 
 
 # `apply` itself also looks for transforms, which are shown the operator, in as much time again.
@@ -529,7 +527,6 @@ class FlashAttention(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, impl: str = "triton"
     ) -> Tensor:
-        _check_kinds(q, k, v)
         inputs = (q, k, v, None, None)
         options = (None, -1, 0 if is_causal else -1, "auto", impl)
         return _EagerAttention.forward(ctx, _checked_plan(inputs, options), options, *inputs)

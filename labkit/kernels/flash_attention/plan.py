@@ -68,13 +68,12 @@ class Layout(NamedTuple):
         """
         if len(self.shape) == 4:
             return self
-        size_0, size_1, head_dim = self.shape
-        stride_0, stride_1, stride_d = self.strides
-        if packed:
-            shape = (1, size_1, size_0, head_dim)
-            return self._replace(shape=shape, strides=(0, stride_1, stride_0, stride_d))
-        shape = (size_0, 1, size_1, head_dim)
-        return self._replace(shape=shape, strides=(stride_0, 0, stride_1, stride_d))
+
+        def with_fourth(first: int, second: int, last: int, new: int) -> tuple[int, ...]:
+            return (new, second, first, last) if packed else (first, new, second, last)
+
+        strides = with_fourth(*self.strides, 0)
+        return self._replace(shape=with_fourth(*self.shape, 1), strides=strides)
 
     def dense(self) -> "Layout":
         """A dense tensor of the same shape, heads inside the rows where they are so here.
@@ -270,18 +269,14 @@ def _backward_launch(
     q, k, v, grad_out = layouts
     of_keys = len(grads) == 2
     has_edge = call.left >= 0 or call.right >= 0
-    if of_keys:
-        own, other = (k, v), (q, grad_out)
-        own_length, other_length = num_keys, num_queries
-        own_block, other_block = tile.block_k, tile.block_q
-        before, after = call.right, call.left
-        own_heads = num_key_heads
-    else:
-        own, other = (q, grad_out), (k, v)
-        own_length, other_length = num_queries, num_keys
-        own_block, other_block = tile.block_q, tile.block_k
-        before, after = call.left, call.right
-        own_heads = num_heads
+    sides = [
+        ((k, v), num_keys, tile.block_k, call.right, num_key_heads),
+        ((q, grad_out), num_queries, tile.block_q, call.left, num_heads),
+    ]
+    if not of_keys:
+        sides.reverse()
+    own, own_length, own_block, before, own_heads = sides[0]
+    other, other_length, other_block, after, _ = sides[1]
     even = not call.packed and other_length % other_block == 0
     flags = _flags(call, tile, (*layouts, *grads)) | {
         "OF_KEYS": of_keys,
@@ -486,7 +481,6 @@ class Plan:
             precision=resolve_precision(call.q, call.precision, packed=call.packed),
         )
         self.device_index = call.q.device.index
-        self.gluon = {"scale": call.scale, "causal": call.right == 0}
         inputs, self.read = _read(call, call.q, call.k, call.v)
         self.out = call.q.dense()
         self.grads = tuple(x.dense() for x in call[:3])
@@ -496,18 +490,13 @@ class Plan:
         self.lse = self.out._replace(shape=lse_shape, dtype=torch.float32).contiguous()
         if call.impl == "gluon":
             plan = hopper_kernels("forward").plan
-            self.write_outputs, num_splits = plan(*inputs, out, **self.gluon)
+            self.write_outputs, num_splits = plan(*inputs, out, call.scale, call.right == 0)
         else:
             self.write_outputs, num_splits = _triton_forward(call, inputs, out)
         self.combine, self.parts = combine_launch(out, num_splits) if num_splits > 1 else (None, ())
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
 
@@ -515,10 +504,11 @@ class Plan:
         """
         if _is_elsewhere(self.device_index):
             with torch.cuda.device(self.device_index):
-                return self.forward(q, k, v, cu_seqlens_q, cu_seqlens_k)
+                return self.forward(q, k, v, *cu_seqlens)
         out = self.out.empty()
         lse = self.lse.empty()
-        inputs, cu_seqlens = self.read(q, k, v), (cu_seqlens_q, cu_seqlens_k)
+        inputs = self.read(q, k, v)
+        cu_seqlens = cu_seqlens or (None, None)
         if self.combine is None:
             self.write_outputs(inputs, out, None, lse, cu_seqlens)
         else:
@@ -544,7 +534,8 @@ class Plan:
         strides = (0 if call.packed else num_heads * num_rows, num_rows, 1)
         if call.impl == "gluon":
             plan = hopper_kernels("one_pass").plan
-            counters, sums, run = plan(*inputs, grads, num_rows, **self.gluon)
+            causal = call.right == 0
+            counters, sums, run = plan(*inputs, grads, num_rows, call.scale, causal)
             scratch = (statistics, statistics, counters, sums)
         else:
             run = _triton_backward(call, tuple(inputs), grads, strides)
@@ -560,13 +551,12 @@ class Plan:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
+        *cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of q, k and v, shaped as they are."""
         if _is_elsewhere(self.device_index):
             with torch.cuda.device(self.device_index):
-                return self.backward(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+                return self.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
         # A kernel also depends on whether the log-sum-exp starts on a boundary.
         key = (facts_of(grad_out), facts_of(out), lse.data_ptr() % 16)
         planned = self.launched_backward.get(key)
@@ -577,9 +567,10 @@ class Plan:
         grads = tuple([x.empty() for x in self.grads])
         scratch = [x.empty() for x in layouts]
         *inputs, out = read(q, k, v, grad_out, out)
+        cu_seqlens = cu_seqlens or (None, None)
         counters = scratch[2] if len(scratch) > 2 else None
-        write_statistics(out, inputs[3], lse.contiguous(), *scratch[:2], counters, cu_seqlens_q)
-        write_gradients(inputs, scratch, grads, (cu_seqlens_q, cu_seqlens_k))
+        write_statistics(out, inputs[3], lse.contiguous(), *scratch[:2], counters, cu_seqlens[0])
+        write_gradients(inputs, scratch, grads, cu_seqlens)
         return grads
 
 

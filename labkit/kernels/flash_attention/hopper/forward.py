@@ -463,7 +463,7 @@ def hopper_fwd_kernel(
 
 
 def plan(
-    q: Layout, k: Layout, v: Layout, out: Layout, *, scale: float, causal: bool
+    q: Layout, k: Layout, v: Layout, out: Layout, scale: float, causal: bool
 ) -> tuple[Callable[..., None], int]:
     """Returns what writes the output, or its parts, and the log-sum-exp (fp32, natural units,
     dense): write((q, k, v), out, parts, lse, cu_seqlens); and among how many programs the keys of a

@@ -677,7 +677,6 @@ def plan(
     grad_out: Layout,
     grads: tuple[Layout, ...],
     padded_queries: int,
-    *,
     scale: float,
     causal: bool,
 ) -> tuple[Layout, Layout, Callable[..., None]]:

@@ -91,15 +91,6 @@ CONSUMER_REGISTERS = {2: 240, 3: 160}
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 
-def launch_options(consumers: int) -> dict[str, int]:
-    """Returns the options of a launch, with what its kernel takes as REGISTERS."""
-    return {
-        "num_warps": 4,
-        "maxnreg": START_REGISTERS[consumers],
-        "REGISTERS": CONSUMER_REGISTERS[consumers],
-    }
-
-
 @gluon.constexpr_function
 def product_layout(columns):
     """The layout of a warpgroup's product of so many columns, 64 rows of it."""
@@ -422,7 +413,9 @@ class TileLaunch:
         consumers: int,
     ):
         """`tiles`: of each of the first tensors, the descriptions that the kernel takes."""
-        self.launch = Launch(kernel, grid, constants | launch_options(consumers), numbers)
+        registers = CONSUMER_REGISTERS[consumers]
+        options = {"num_warps": 4, "maxnreg": START_REGISTERS[consumers], "REGISTERS": registers}
+        self.launch = Launch(kernel, grid, constants | options, numbers)
         self.tiles = tiles
         self.launcher = None
         self.handed: dict[tuple[int | None, ...], tuple] = {}
