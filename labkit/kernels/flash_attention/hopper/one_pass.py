@@ -16,7 +16,7 @@ The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in o
 program first, and so with equal bits every time. They follow one another then, each a tile behind
 the one before it, which it sees by a semaphore in global memory, the count of tiles added: they
 wait where they start together or end together. Where few heads take turns that is up to half of the
-time, and still no longer than the Triton kernels take (29 shapes on an H100: 0.50 to 1.00 of their
+time, and still no longer than the Triton kernels take (29 shapes on an H100: 0.53 to 1.01 of their
 time; 1, 1, 4096, 128 full 199 us and 198). Two passes of this architecture's own, which waited for
 nothing, took less there: 0.62 of the time at 1, 1, 16384, 64 full, 0.8 with up to four heads, 0.83
 at 64, 16, 256, 64 full; they are given up for one kernel to keep.
