@@ -13,7 +13,7 @@ ADAPTERS = """
 from course_package import name
 
 def get_flashattention_autograd_function_pytorch():
-    from labkit.kernels.flash_attention.tiled import TiledFlashAttention
+    from labkit.kernels.flash_attention import TiledFlashAttention
     return TiledFlashAttention
     raise NotImplementedError
 

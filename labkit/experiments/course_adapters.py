@@ -8,8 +8,7 @@ import functools
 
 from torch import Tensor, nn
 
-from labkit.kernels.flash_attention import FlashAttention
-from labkit.kernels.flash_attention.tiled import TiledFlashAttention
+from labkit.kernels.flash_attention import FlashAttention, TiledFlashAttention
 from labkit.parallel.data_parallel import BucketedDataParallel, OverlappedDataParallel
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
 from labkit.parallel.sharded_optimizer import ShardedOptimizer

@@ -79,11 +79,13 @@ def is_watched(tensors: Sequence[Tensor]) -> bool:
     """Returns whether a compiler, a mode, a transform or a subclass of tensors looks at
     operators.
     """
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not Parameter:
+            return True
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or is_in_torch_dispatch_mode()
-        or any(type(x) not in (Tensor, Parameter) for x in tensors)
     )
 
 

@@ -4,13 +4,15 @@ Triton describes every argument of every call in words and looks the compiled ke
 which takes the host several times as long as the launch itself.
 """
 
+import copy
 import functools
 from collections.abc import Callable
+from types import CellType, FunctionType
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from triton import JITFunction, knobs
+from triton import knobs
 from triton.runtime import driver
 
 REMEMBERED = 1024
@@ -45,14 +47,16 @@ class Launch:
         self.run = self.compiled = None
 
     def __call__(self, *arguments) -> None:
-        if self.run is not None:
-            run = self.compiled[self.grid] if is_hooked() else self.run
-            run(*arguments, *self.last)
+        if self.compiled is None or is_hooked():
+            compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
+            # Not where kernels are interpreted, or Triton has to allocate memory for each launch.
+            facts = getattr(compiled, "metadata", None)
+            if facts and not facts.global_scratch_size and not facts.profile_scratch_size:
+                self.compiled = compiled
             return
-        compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
-        if isinstance(self.kernel, JITFunction):  # not where kernels are interpreted
-            self.compiled = compiled
-            self.run = unhooked(compiled, self.grid, compiled.run)
+        if self.run is None:
+            self.run = unhooked(self.compiled, self.grid)
+        self.run(*arguments, *self.last)
 
 
 def is_hooked() -> bool:
@@ -62,17 +66,40 @@ def is_hooked() -> bool:
     return bool(getattr(on_entry, "calls", on_entry) or getattr(on_exit, "calls", on_exit))
 
 
-def unhooked(compiled, grid: tuple[int, ...], launch: Callable[..., None]) -> Callable[..., None]:
-    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks
-    and calls none.
+def current_stream() -> int:
+    return driver.active.get_current_stream(driver.active.get_current_device())
 
-    `launch` is `compiled.run`, or the same for arguments in another form.
+
+def handed_on(compiled, grid: tuple[int, ...], stream: int, arguments: tuple) -> tuple:
+    """Returns the function in C that Triton launches a compiled kernel by, and what Triton hands it
+    for these arguments, tile descriptors as tensor maps and no hooks. Triton 3.6 to 3.9 let it.
     """
-    function, metadata = compiled.function, compiled.packed_metadata
+    run = copy.copy(compiled.run)
+    recorded = []
+    launcher = run.launch
+    run.launch = lambda *handed: recorded.append(handed)
+    if isinstance(launcher, FunctionType):
+        # It encodes tiles, and then calls what it holds by the name of `launcher`.
+        code = launcher.__code__
+        cells = dict(zip(code.co_freevars, launcher.__closure__, strict=True))
+        encode = {**cells, "launcher": CellType(run.launch)}
+        run.launch = FunctionType(code, launcher.__globals__, closure=tuple(encode.values()))
+        launcher = cells["launcher"].cell_contents
+    metadata = compiled.packed_metadata
+    run(*grid, stream, compiled.function, metadata, None, None, None, *arguments)
+    return launcher, recorded[0]
+
+
+def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Returns what launches a compiled kernel without tiles like `compiled[grid]`, but gathers
+    nothing for hooks and calls none.
+    """
+    launcher, (*before, last) = handed_on(compiled, grid, 0, ("the only argument",))
+    facts = before[4:]  # behind the grid and the stream
     device, stream = driver.active.get_current_device, driver.active.get_current_stream
-    return lambda *arguments: launch(
-        *grid, stream(device()), function, metadata, None, None, None, *arguments
-    )
+    if isinstance(last, tuple):  # Triton 3.9 hands the arguments on as one
+        return lambda *arguments: launcher(*grid, stream(device()), *facts, arguments)
+    return lambda *arguments: launcher(*grid, stream(device()), *facts, *arguments)
 
 
 class Launcher:

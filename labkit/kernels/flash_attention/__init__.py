@@ -6,11 +6,14 @@ that architecture; splits.py splits the forward loop among programs, and qkv.py 
 and values as one projection.
 """
 
-from labkit.kernels.flash_attention.op import FlashAttention, flash_attention
+from labkit.kernels.flash_attention.op import (
+    FlashAttention,
+    TiledFlashAttention,
+    flash_attention,
+)
 from labkit.kernels.flash_attention.plan import plan_of, resolve_tiles
 from labkit.kernels.flash_attention.tiles import (
     MAX_HEAD_DIM,
-    resolve_backward,
     resolve_impl,
     resolve_precision,
 )
@@ -20,9 +23,9 @@ __all__ = [
     "IS_INTERPRETED",
     "MAX_HEAD_DIM",
     "FlashAttention",
+    "TiledFlashAttention",
     "flash_attention",
     "plan_of",
-    "resolve_backward",
     "resolve_impl",
     "resolve_precision",
     "resolve_tiles",

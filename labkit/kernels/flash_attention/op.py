@@ -23,6 +23,7 @@ Source: Dao 2023, "FlashAttention-2"; Dao et al. 2022, "FlashAttention"; Ainslie
 grouped heads.
 """
 
+import functools
 import itertools
 import math
 
@@ -50,6 +51,8 @@ from labkit.kernels.fused import (
     refuse_forward_mode,
 )
 from labkit.kernels.launch import REMEMBERED
+
+ALIKE = ("dtype", "device", "number of dimensions", "head dimension", "batch size")
 
 # ---- checks --------------------------------------------------------------------------------------
 
@@ -79,19 +82,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             )
         if x.dtype not in TILED_DTYPES:
             raise ValueError(f"{name} must be of dtype {listed(TILED_DTYPES)}; got {x.dtype}")
+
+    def alike(x: Tensor) -> tuple:
+        batch_size = None if packed else x.shape[0]
+        return x.dtype, x.device, x.dim(), x.shape[-1], batch_size
+
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have the dtype of q, {q.dtype}; got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
-        if x.dim() != q.dim():
-            raise ValueError(
-                f"{name} must have as many dimensions as q, {q.dim()}; got shape {tuple(x.shape)}"
-            )
-        if x.shape[-1] != q.shape[-1]:
-            raise ValueError(
-                f"{name} must have the head dimension of q, {q.shape[-1]}; got {x.shape[-1]}"
-            )
+        for what, expected, got in zip(ALIKE, alike(q), alike(x), strict=True):
+            if got != expected:
+                raise ValueError(f"{name} must have the {what} of q, {expected}; got {got}")
     if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}; got {tuple(v.shape)}")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
@@ -101,24 +100,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             raise ValueError(
                 f"{name} must hold at least one batch, head and row; got shape {tuple(x.shape)}"
             )
-    if not packed and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have the batch size of q, {q.shape[0]}; got {k.shape[0]}")
-    heads = 1 if packed else -3
-    if q.dim() == 4 or packed:
-        num_heads, num_key_heads = q.shape[heads], k.shape[heads]
-        if num_heads % num_key_heads:
-            raise ValueError(
-                f"the heads of k must divide those of q, {num_heads}; got {num_key_heads}"
-            )
+    axis = 1 if packed else -3
+    if (q.dim() == 4 or packed) and q.shape[axis] % k.shape[axis]:
+        raise ValueError(
+            f"the heads of k must divide those of q, {q.shape[axis]}; got {k.shape[axis]}"
+        )
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, name: str, device: torch.device) -> None:
+def _check_cu_seqlens(name: str, cu_seqlens, device: torch.device) -> None:
     """Raises for cumulative lengths of a wrong kind; their values are `check_lengths`'s, which has
     to read them.
     """
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{name} must be an int32 or int64 tensor; got {got}")
+    if cu_seqlens is None:
+        raise ValueError(
+            f"{name} must be given too: a packed batch takes both cu_seqlens_q and cu_seqlens_k"
+        )
+    dtype = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+    if dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be an int32 or int64 tensor; got {dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         shape = tuple(cu_seqlens.shape)
         raise ValueError(
@@ -134,24 +133,19 @@ def check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqle
     """Raises for arguments of a packed batch that do not fit together, or are given without one."""
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
-        for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            if cu_seqlens is None:
-                raise ValueError(
-                    f"{name} must be given too: a packed batch takes both cu_seqlens_q and "
-                    f"cu_seqlens_k"
-                )
-            _check_cu_seqlens(cu_seqlens, name, q.device)
+        _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
+        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device)
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             shapes = f"{tuple(cu_seqlens_q.shape)}; got {tuple(cu_seqlens_k.shape)}"
             raise ValueError(f"cu_seqlens_k must have the shape of cu_seqlens_q, {shapes}")
     for name, max_seqlen in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if max_seqlen is not None and not packed:
+        if max_seqlen is None:
+            continue
+        if not packed:
             raise ValueError(
                 f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}"
             )
-        if max_seqlen is not None and (
-            isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)
-        ):
+        if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int):
             raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
 
 
@@ -160,8 +154,8 @@ def _check_window(window, causal: bool) -> tuple[int, int]:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False; got {type(causal).__name__}")
     if window is None:
-        window = (-1, -1)
-    elif isinstance(window, int) and not isinstance(window, bool):
+        return -1, 0 if causal else -1
+    if isinstance(window, int) and not isinstance(window, bool):
         window = (window, window)
     accepted = isinstance(window, tuple | list) and len(window) == 2
     if not accepted or any(isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window):
@@ -182,6 +176,12 @@ def _check_scale(scale) -> None:
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be None or a positive finite number; got {scale}")
+
+
+def _check_names(impl, precision) -> None:
+    for name, value, accepted in (("impl", impl, IMPLS), ("precision", precision, PRECISIONS)):
+        if value not in accepted:
+            raise ValueError(f"{name} must be one of {listed(accepted)}; got {value!r}")
 
 
 def check_lengths(
@@ -265,9 +265,7 @@ class TiledPlan:
         lse.fill_(-math.inf)
         sequences = _sequences(cu_seqlens_q, cu_seqlens_k, (q, out), (k, v), lse)
         for q_s, out_s, k_s, v_s, lse_s in sequences:
-            tiled_out, tiled_lse = tiled_attention_forward(q_s, k_s, v_s, **self.mask)
-            out_s.copy_(tiled_out)
-            lse_s.copy_(tiled_lse)
+            out_s[:], lse_s[:] = tiled_attention_forward(q_s, k_s, v_s, **self.mask)
         return out, lse
 
     def backward(
@@ -277,42 +275,43 @@ class TiledPlan:
         of_queries, of_keys = (grad_out, q, out, grads[0]), (k, v, *grads[1:])
         for sequence in _sequences(cu_seqlens_q, cu_seqlens_k, of_queries, of_keys, lse):
             grad_out_s, q_s, out_s, grad_q_s, k_s, v_s, grad_k_s, grad_v_s, lse_s = sequence
-            tiled = tiled_attention_backward(grad_out_s, q_s, k_s, v_s, out_s, lse_s, **self.mask)
-            for grad, tiled_grad in zip((grad_q_s, grad_k_s, grad_v_s), tiled, strict=True):
-                grad.copy_(tiled_grad)
+            arguments = (grad_out_s, q_s, k_s, v_s, out_s, lse_s)
+            grad_q_s[:], grad_k_s[:], grad_v_s[:] = tiled_attention_backward(
+                *arguments, **self.mask
+            )
         return grads
 
 
 _PLANS: dict[tuple, Plan | TiledPlan] = {}
 
 
-def _checked_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    options: tuple,
-) -> Plan | TiledPlan:
+def _checked_plan(inputs: tuple, options: tuple) -> Plan | TiledPlan:
     """Returns what attention of these tensors runs; raises for tensors that do not fit together.
 
-    `options`: scale, left, right, precision and impl, as `_forward` takes them.
+    `inputs` are q, k, v and both cumulative lengths, `options` scale, left, right, precision and
+    impl, as `_forward` takes them.
     Both are worked out at the first call of a kind. Later ones find the plan, for checks alone
     would take the host longer than a launch.
     """
-    packed = cu_seqlens_q is not None
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k) if packed else (q, k, v)
-    key = (*map(facts_of, tensors), *options)
+    q, k, v, *cu_seqlens = inputs
+    packed = cu_seqlens[0] is not None
+    try:
+        lengths = tuple(map(facts_of, cu_seqlens)) if packed else None
+        key = (facts_of(q), facts_of(k), facts_of(v), lengths, options)
+    except (AttributeError, RuntimeError):
+        # Of what is no tensor, or of a sparse or nested one, which has no strides.
+        _check_kinds(q, k, v)
+        raise
     plan = _PLANS.get(key)
     if plan is None:
         scale, left, right, precision, impl = options
         _check_tensors(q, k, v, packed)
+        _check_names(impl, precision)
         impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
         if impl == "tiled":
             plan = TiledPlan(scale or 1 / math.sqrt(q.shape[-1]), left, right)
         else:
-            cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-            plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
+            plan = plan_of(*inputs, scale, left, right, precision, impl)
         if len(_PLANS) >= REMEMBERED:
             _PLANS.clear()
         _PLANS[key] = plan
@@ -337,11 +336,11 @@ def _forward(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    plan = _checked_plan(q, k, v, *cu_seqlens, (scale, left, right, precision, impl))
+    inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    plan = _checked_plan(inputs, (scale, left, right, precision, impl))
     if cu_seqlens_q is not None:
-        check_lengths(q, k, *cu_seqlens, max_seqlen_q, max_seqlen_k)
-    return plan.forward(q, k, v, *cu_seqlens)
+        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return plan.forward(*inputs)
 
 
 @_forward.register_fake
@@ -351,28 +350,28 @@ def _(q, k, v, cu_seqlens_q, *_):
 
 @operator("flash_attention_backward", opaque=True)
 def _backward(
-    grad_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
     scale: float | None,
     left: int,
     right: int,
     precision: str,
     impl: str,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    plan = _checked_plan(q, k, v, *cu_seqlens, (scale, left, right, precision, impl))
+    plan = _checked_plan((q, k, v, *cu_seqlens), (scale, left, right, precision, impl))
     return plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
 
 
 @_backward.register_fake
-def _(_grad_out, q, k, v, *_):
-    return _empty_like_layout(q), _empty_like_layout(k), _empty_like_layout(v)
+def _(q, k, v, *_):
+    return tuple(map(_empty_like_layout, (q, k, v)))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -381,14 +380,18 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:5], *output)
 
 
-def _gradients(ctx, grad_out: Tensor, _grad_lse):
-    return *_backward.op(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * 9
+def _gradients(ctx, grad_out: Tensor, _grad_lse: Tensor | None = None) -> tuple:
+    *inputs, out, lse = ctx.saved_tensors
+    # Hooks on saved tensors may have laid them out anew: it looks for their plan.
+    is_shown = is_watched((grad_out, *inputs[:3]))
+    run = _backward.op if is_shown else _backward.function
+    return *run(*inputs, *ctx.options, grad_out, out, lse), *(None,) * 9
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-def _flops(factor: int, q, k, cu_seqlens_q, cu_seqlens_k, left: int, right: int) -> int:
+def _flops(q, k, _v, cu_q, cu_k, _scale, left: int, right: int, *_, factor: int = 4, **__) -> int:
     """Returns `factor` FLOPs for each pair of a query and a key that a mask shows, and element of a
     head.
 
@@ -396,21 +399,16 @@ def _flops(factor: int, q, k, cu_seqlens_q, cu_seqlens_k, left: int, right: int)
     """
     num_heads = math.prod(q.shape[:-2])
     lengths = [(q.shape[-2], k.shape[-2])]
-    if cu_seqlens_q is not None:
+    if cu_q is not None:
         num_heads = q.shape[1]
-        lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
+        lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
     pairs = sum(attention_pairs(*of_sequence, left, right) for of_sequence in lengths)
     return int(factor * num_heads * pairs * q.shape[-1])
 
 
-@register_flop_formula(torch.ops.labkit.flash_attention, get_raw=True)
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, _scale, left, right, *_, **__):
-    return _flops(4, q, k, cu_seqlens_q, cu_seqlens_k, left, right)
-
-
-@register_flop_formula(torch.ops.labkit.flash_attention_backward, get_raw=True)
-def _(_grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, _out, _lse, _scale, left, right, *_, **__):
-    return _flops(10, q, k, cu_seqlens_q, cu_seqlens_k, left, right)
+for target, factor in (("flash_attention", 4), ("flash_attention_backward", 10)):
+    formula = functools.partial(_flops, factor=factor)
+    register_flop_formula(getattr(torch.ops.labkit, target), get_raw=True)(formula)
 
 
 def flash_attention(
@@ -467,7 +465,9 @@ def flash_attention(
 
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
     """
-    _check_kinds(q, k, v)
+    is_shown = is_watched((q, k, v))
+    if is_shown:
+        _check_kinds(q, k, v)
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = (x.to(dtype) if x.dtype in TRITON_DTYPES else x for x in (q, k, v))
@@ -476,45 +476,40 @@ def flash_attention(
     check_packing(q, *cu_seqlens, *longest)
     left, right = _check_window(window, causal)
     _check_scale(scale)
-    for name, value, accepted in (("impl", impl, IMPLS), ("precision", precision, PRECISIONS)):
-        if value not in accepted:
-            raise ValueError(f"{name} must be one of {listed(accepted)}; got {value!r}")
     refuse_forward_mode("flash_attention")
     options = (scale, left, right, precision, impl)
     # The meta device has no memory to launch on: its tensors are shown to the operator.
-    if is_watched((q, k, v)) or q.is_meta:
+    if is_shown or q.is_meta:
         _check_tensors(q, k, v, packed)
+        _check_names(impl, precision)
         return _forward.op(q, k, v, *cu_seqlens, *options, *longest)[0]
-    plan = _checked_plan(q, k, v, *cu_seqlens, options)
+    inputs = (q, k, v, *cu_seqlens)
+    plan = _checked_plan(inputs, options)
     if packed:
         check_lengths(q, k, *cu_seqlens, *longest)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _EagerAttention.apply(plan, options, q, k, v, *(cu_seqlens if packed else ()))
-    return plan.forward(q, k, v, *cu_seqlens)[0]
+        return _attend(plan, options, *inputs)
+    return plan.forward(*inputs)[0]
 
 
 class _EagerAttention(torch.autograd.Function):
     """A plan past PyTorch's dispatcher, which takes longer than a launch."""
 
     @staticmethod
-    def forward(ctx, plan, options, q, k, v, *cu_seqlens) -> Tensor:
-        out, lse = plan.forward(q, k, v, *cu_seqlens)
+    def forward(ctx, plan, options, *inputs) -> Tensor:
+        out, lse = plan.forward(*inputs)
         ctx.options = options
-        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens)
+        ctx.save_for_backward(*inputs, out, lse)
         return out
 
     @staticmethod
     @first_order("flash_attention")
     def backward(ctx, grad_out: Tensor):
-        q, k, v, out, lse, *cu_seqlens = ctx.saved_tensors
-        inputs = (q, k, v, *(cu_seqlens or (None, None)))
-        if is_watched((grad_out, q, k, v)):
-            grads = _backward.op(grad_out, *inputs, out, lse, *ctx.options)
-        else:
-            # Hooks on saved tensors may have laid them out anew.
-            plan = _checked_plan(*inputs, ctx.options)
-            grads = plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
-        return None, None, *grads, *(None for _ in cu_seqlens)
+        return None, None, *_gradients(ctx, grad_out)[:5]
+
+
+# `apply` itself also looks for transforms, which are shown the operator, in as much time again.
+_attend = super(torch.autograd.Function, _EagerAttention).apply
 
 
 class FlashAttention(torch.autograd.Function):
@@ -529,13 +524,21 @@ class FlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        _check_kinds(q, k, v)
-        options = (None, -1, 0 if is_causal else -1, "auto", "triton")
-        plan = _checked_plan(q, k, v, None, None, options)
-        return _EagerAttention.forward(ctx, plan, options, q, k, v)
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, impl: str = "triton"
+    ) -> Tensor:
+        inputs = (q, k, v, None, None)
+        options = (None, -1, 0 if is_causal else -1, "auto", impl)
+        return _EagerAttention.forward(ctx, _checked_plan(inputs, options), options, *inputs)
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        _, _, *grads = _EagerAttention.backward(ctx, grad_out)
-        return *grads, None
+        return *_EagerAttention.backward(ctx, grad_out)[2:5], None
+
+
+class TiledFlashAttention(FlashAttention):
+    """The same in plain PyTorch, on any device."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return FlashAttention.forward(ctx, q, k, v, is_causal, "tiled")

@@ -6,7 +6,6 @@ of the gradient, backward.
 Shape suffixes: B batch, H query heads, S length, D head dimension.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -16,19 +15,13 @@ import torch
 import triton
 from torch import Tensor
 
-from labkit.kernels.flash_attention.splits import (
-    combine_launch,
-    empty_splits,
-    num_splits_of,
-    row_elements,
-)
+from labkit.kernels.flash_attention.splits import combine_launch, num_splits_of, row_elements
 from labkit.kernels.flash_attention.tiles import (
     INTERPRETER_TILES,
     AttentionConfig,
     TileConfig,
     capability_of,
     hopper_kernels,
-    resolve_backward,
     resolve_precision,
     select_tiles,
 )
@@ -51,6 +44,9 @@ SLICES_BLOCK = 16  # rows that a program cuts into slices
 # Elements between rows from which offsets inside a tile of 128 rows might not fit in int32.
 FAR_APART = 2**23
 
+# What compiled graphs allocate by, in a third of the time: it knows no defaults and no dispatch.
+empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
+
 
 class Layout(NamedTuple):
     """What a launch depends on of a tensor: all but its address, of which whether it is a multiple
@@ -72,13 +68,12 @@ class Layout(NamedTuple):
         """
         if len(self.shape) == 4:
             return self
-        size_0, size_1, head_dim = self.shape
-        stride_0, stride_1, stride_d = self.strides
-        if packed:
-            shape = (1, size_1, size_0, head_dim)
-            return self._replace(shape=shape, strides=(0, stride_1, stride_0, stride_d))
-        shape = (size_0, 1, size_1, head_dim)
-        return self._replace(shape=shape, strides=(stride_0, 0, stride_1, stride_d))
+
+        def with_fourth(first: int, second: int, last: int, new: int) -> tuple[int, ...]:
+            return (new, second, first, last) if packed else (first, new, second, last)
+
+        strides = with_fourth(*self.strides, 0)
+        return self._replace(shape=with_fourth(*self.shape, 1), strides=strides)
 
     def dense(self) -> "Layout":
         """A dense tensor of the same shape, heads inside the rows where they are so here.
@@ -98,7 +93,9 @@ class Layout(NamedTuple):
         return self._replace(strides=strides, on_boundary=True, is_negated=False)
 
     def empty(self) -> Tensor:
-        """Returns room for a dense layout."""
+        """Returns room for a dense layout, on a GPU on the current one."""
+        if self.device.type == "cuda":
+            return empty_strided_cuda(self.shape, self.strides, self.dtype)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
@@ -108,7 +105,8 @@ def facts_of(x: Tensor) -> tuple:
 
 
 def layout_of(x: Tensor) -> Layout:
-    return Layout(*facts_of(x))
+    layout = Layout(*facts_of(x))
+    return layout._replace(shape=tuple(x.shape))  # of which a torch.Size is no room made
 
 
 def alignment_of(*layouts: Layout) -> int:
@@ -152,6 +150,12 @@ class Call(NamedTuple):
         if self.packed:
             (num_batches,) = self.cu_seqlens[0].shape
         return num_batches, num_heads, num_key_heads, num_queries, num_keys, head_dim
+
+    @property
+    def lse_strides(self) -> tuple[int, int, int]:
+        """Those of batches, heads and rows of the log-sum-exp."""
+        _, num_heads, _, num_queries, _, _ = self.sizes
+        return 0 if self.packed else num_heads * num_queries, num_queries, 1
 
     def num_tiles(self, length: int, block: int) -> int:
         """Returns how many tiles of `block` rows all sequences have, of the length of each or, in a
@@ -236,7 +240,7 @@ def _forward_launch(
     }
     numbers = (
         *_strides(*layouts),
-        (0 if call.packed else num_heads * num_queries, num_queries, 1),
+        call.lse_strides,
         num_heads,
         num_heads // num_key_heads,
         num_queries,
@@ -265,18 +269,14 @@ def _backward_launch(
     q, k, v, grad_out = layouts
     of_keys = len(grads) == 2
     has_edge = call.left >= 0 or call.right >= 0
-    if of_keys:
-        own, other = (k, v), (q, grad_out)
-        own_length, other_length = num_keys, num_queries
-        own_block, other_block = tile.block_k, tile.block_q
-        before, after = call.right, call.left
-        own_heads = num_key_heads
-    else:
-        own, other = (q, grad_out), (k, v)
-        own_length, other_length = num_queries, num_keys
-        own_block, other_block = tile.block_q, tile.block_k
-        before, after = call.left, call.right
-        own_heads = num_heads
+    sides = [
+        ((k, v), num_keys, tile.block_k, call.right, num_key_heads),
+        ((q, grad_out), num_queries, tile.block_q, call.left, num_heads),
+    ]
+    if not of_keys:
+        sides.reverse()
+    own, own_length, own_block, before, own_heads = sides[0]
+    other, other_length, other_block, after, _ = sides[1]
     even = not call.packed and other_length % other_block == 0
     flags = _flags(call, tile, (*layouts, *grads)) | {
         "OF_KEYS": of_keys,
@@ -308,21 +308,28 @@ def _backward_launch(
     return Launch(flash_attention_bwd_kernel, (num_programs,), flags, numbers)
 
 
-def _delta_launch(
-    call: Call, out: Layout, grad_out: Layout, statistics_strides: tuple[int, int, int]
+def _statistics_launch(
+    call: Call,
+    out: Layout,
+    grad_out: Layout,
+    statistics_strides: tuple[int, int, int],
+    others: tuple[Layout, ...],
 ) -> Launch:
+    """Returns the launch that writes the row statistics, and zeros to the first of the others."""
     num_batches, num_heads, _, num_queries, _, head_dim = call.sizes
     numbers = (
         *_strides(out, grad_out),
-        (0 if call.packed else num_heads * num_queries, num_queries, 1),
+        call.lse_strides,
         statistics_strides,
         num_heads,
         num_queries,
         num_batches,
+        others[0].shape[0] if others else 0,
     )
     flags = {
         "HEAD_DIM": head_dim,
         "PADDED_D": triton.next_power_of_2(head_dim),
+        "ALIGNMENT": alignment_of(out, grad_out),
         "BLOCK_Q": DELTA_BLOCK_Q,
         "IS_PACKED": call.packed,
         "PADDING": STATISTICS_PADDING,
@@ -332,21 +339,27 @@ def _delta_launch(
     return Launch(flash_attention_bwd_delta_kernel, (num_programs,), flags, numbers)
 
 
+def _as_they_are(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors
+
+
 def slices_of(
-    layouts: tuple[Layout, ...], packed: bool
+    call: Call, layouts: tuple[Layout, ...]
 ) -> tuple[tuple[Layout, ...], Callable[..., tuple]]:
-    """Returns the layouts of the bf16 slices of tensors, 4D, and what cuts them: it returns
-    vectors, for the kernels go by the layouts.
+    """Returns the layouts of what a call multiplies of tensors, 4D, and what turns them into it:
+    their bf16 slices, or the tensors. Slices come as vectors, for the kernels go by the layouts.
 
     Interpreted kernels keep the slices in fp32, of which they can multiply.
     """
+    if call.precision != "bf16x6":
+        return layouts, _as_they_are
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     head_dim = layouts[0].shape[-1]
     row = NUM_SLICES * slice_elements(head_dim)
     sliced = []
     for x in layouts:
         _, heads, length, _ = x.shape
-        strides = (0 if packed else heads * length * row, length * row, row, 1)
+        strides = (0 if call.packed else heads * length * row, length * row, row, 1)
         sliced.append(x._replace(strides=strides, dtype=dtype, on_boundary=True))
     num_rows = tuple(math.prod(x.shape[:3]) for x in layouts)
     sizes = [rows * row for rows in num_rows]
@@ -368,34 +381,25 @@ def slices_of(
     return tuple(sliced), cut
 
 
-def _triton_forward(call: Call, inputs: tuple[Layout, ...], out: Layout) -> Callable[..., None]:
-    """Returns what writes the output and the log-sum-exp: run((q, k, v), out, lse, cu_seqlens)."""
-    cut = None
-    if call.precision == "bf16x6":
-        inputs, cut = slices_of(inputs, call.packed)
+def _triton_forward(
+    call: Call, inputs: tuple[Layout, ...], out: Layout
+) -> tuple[Callable[..., None], int]:
+    """Returns what writes the output, or its parts, and the log-sum-exp: write((q, k, v), out,
+    parts, lse, cu_seqlens); and among how many programs the keys are split, each with its part.
+    """
+    inputs, cut = slices_of(call, inputs)
     tile = tiles_for(call, (*inputs, out)).forward
     num_splits = forward_splits(call, tile)
-    combine = None
-    written = out
-    head_dim = out.shape[-1]
     if num_splits > 1:
-        combine = combine_launch(out.shape, out.strides, num_splits)
         # The outputs of all splits, one batch of them after another.
-        shape = (*out.shape[:3], row_elements(head_dim))
-        written = out._replace(shape=shape, dtype=torch.float32).contiguous()
-    launch = _forward_launch(call, (*inputs, written), tile, num_splits)
+        shape = (*out.shape[:3], row_elements(out.shape[-1]))
+        out = out._replace(shape=shape, dtype=torch.float32).contiguous()
+    launch = _forward_launch(call, (*inputs, out), tile, num_splits)
 
-    def run(inputs, out, lse, cu_seqlens) -> None:
-        if cut is not None:
-            inputs = cut(*inputs)
-        if combine is None:
-            launch(*inputs, out, lse, *cu_seqlens)
-        else:
-            parts = empty_splits(num_splits, lse, head_dim)
-            launch(*inputs, *parts, *cu_seqlens)
-            combine(*parts, out, lse)
+    def write(inputs, out, parts, lse, cu_seqlens) -> None:
+        launch(*cut(*inputs), out if parts is None else parts, lse, *cu_seqlens)
 
-    return run
+    return write, num_splits
 
 
 def _triton_backward(
@@ -404,21 +408,21 @@ def _triton_backward(
     grads: tuple[Layout, ...],
     statistics_strides: tuple[int, int, int],
 ) -> Callable[..., None]:
-    """Returns what writes the gradients: run((q, k, v, grad_out), (lse_log2, delta), grads,
+    """Returns what writes the gradients: run((q, k, v, grad_out), (lse_log2, delta, …), grads,
     cu_seqlens).
     """
-    cut = None
-    if call.precision == "bf16x6":
-        inputs, cut = slices_of(inputs, call.packed)
+    inputs, cut = slices_of(call, inputs)
     config = tiles_for(call, (*inputs, *grads))
     dkdv = _backward_launch(call, inputs, grads[1:], config.dkdv, statistics_strides)
     dq = _backward_launch(call, inputs, grads[:1], config.dq, statistics_strides)
 
-    def run(inputs, statistics, grads, cu_seqlens) -> None:
-        q, k, v, grad_out = inputs if cut is None else cut(*inputs)
+    def run(inputs, scratch, grads, cu_seqlens) -> None:
+        q, k, v, grad_out = cut(*inputs)
         cu_q, cu_k = cu_seqlens
-        dkdv((k, v), (q, grad_out), *statistics, grads[1:], cu_k, cu_q)
-        dq((q, grad_out), (k, v), *statistics, grads[:1], cu_q, cu_k)
+        statistics = scratch[:2]
+        grad_q, *grads_of_keys = grads
+        dkdv((k, v), (q, grad_out), *statistics, tuple(grads_of_keys), cu_k, cu_q)
+        dq((q, grad_out), (k, v), *statistics, (grad_q,), cu_q, cu_k)
 
     return run
 
@@ -439,33 +443,27 @@ def _is_copied(call: Call, x: Layout) -> bool:
     return is_apart or off_boundaries or x.is_negated or (call.impl == "gluon" and is_expanded)
 
 
-class Inputs:
-    """The inputs of kernels: their layouts, 4D, and of which a copy is read."""
+def _read(
+    call: Call, *layouts: Layout
+) -> tuple[tuple[Layout, ...], Callable[..., Sequence[Tensor]]]:
+    """Returns the layouts, 4D, of what kernels read of inputs, and what turns the inputs into it:
+    some are copied. `contiguous` would return a dense one off a boundary as it is.
+    """
+    copied = [_is_copied(call, x) for x in layouts]
 
-    def __init__(self, call: Call, *layouts: Layout):
-        self.copied = [_is_copied(call, x) for x in layouts]
-        read = (
-            x.contiguous() if copied else x for x, copied in zip(layouts, self.copied, strict=True)
-        )
-        self.layouts = tuple(x.as_4d(call.packed) for x in read)
-
-    def read(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Returns the tensors, or copies; `contiguous` would return a dense one off a boundary as
-        it is.
-        """
-        if not any(self.copied):
-            return tensors
+    def read(*tensors: Tensor) -> list[Tensor]:
         return [
-            x.clone(memory_format=torch.contiguous_format) if copied else x
-            for x, copied in zip(tensors, self.copied, strict=True)
+            x.clone(memory_format=torch.contiguous_format) if each else x
+            for x, each in zip(tensors, copied, strict=True)
         ]
 
+    dense = (x.contiguous() if each else x for x, each in zip(layouts, copied, strict=True))
+    return tuple(x.as_4d(call.packed) for x in dense), read if any(copied) else _as_they_are
 
-def _on_device_of(q: Tensor):
-    """Triton launches on the current device, which need not be that of the tensors."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return torch.cuda.device(q.device)
-    return contextlib.nullcontext()
+
+def _is_elsewhere(device_index: int | None) -> bool:
+    """Whether a GPU is not the current one, on which memory is allocated and Triton launches."""
+    return device_index is not None and device_index != torch.cuda.current_device()
 
 
 class Plan:
@@ -476,57 +474,56 @@ class Plan:
     def __init__(self, call: Call):
         _, _, _, num_queries, num_keys, head_dim = call.sizes
         # A limit that no pair of positions reaches is none, and its loop then costs nothing.
-        self.call = call._replace(
+        self.call = call = call._replace(
             scale=1 / math.sqrt(head_dim) if call.scale is None else call.scale,
             left=-1 if call.left >= num_keys else call.left,
             right=-1 if call.right >= num_queries else call.right,
             precision=resolve_precision(call.q, call.precision, packed=call.packed),
         )
-        self.launched_backward: dict[tuple, tuple] = {}
-        self.inputs = Inputs(self.call, call.q, call.k, call.v)
+        self.device_index = call.q.device.index
+        inputs, self.read = _read(call, call.q, call.k, call.v)
         self.out = call.q.dense()
+        self.grads = tuple(x.dense() for x in call[:3])
+        self.launched_backward: dict[tuple, tuple] = {}
         out = self.out.as_4d(call.packed)
         lse_shape = out.shape[1:3] if call.packed else self.out.shape[:-1]
         self.lse = self.out._replace(shape=lse_shape, dtype=torch.float32).contiguous()
-        self.grads = tuple(x.dense() for x in call[:3])
         if call.impl == "gluon":
-            self.write_outputs = self._gluon("forward", *self.inputs.layouts, out)
+            plan = hopper_kernels("forward").plan
+            self.write_outputs, num_splits = plan(*inputs, out, call.scale, call.right == 0)
         else:
-            self.write_outputs = _triton_forward(self.call, self.inputs.layouts, out)
-
-    def _gluon(self, kernels: str, *arguments) -> Callable[..., None]:
-        call = self.call
-        options = {"scale": call.scale, "causal": call.right == 0}
-        return hopper_kernels(kernels).plan(*arguments, call.q.device.index, **options)
+            self.write_outputs, num_splits = _triton_forward(call, inputs, out)
+        self.combine, self.parts = combine_launch(out, num_splits) if num_splits > 1 else (None, ())
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
 
         The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch.
         """
+        if _is_elsewhere(self.device_index):
+            with torch.cuda.device(self.device_index):
+                return self.forward(q, k, v, *cu_seqlens)
         out = self.out.empty()
         lse = self.lse.empty()
-        with _on_device_of(q):
-            read = self.inputs.read(q, k, v)
-            self.write_outputs(read, out, lse, (cu_seqlens_q, cu_seqlens_k))
+        inputs = self.read(q, k, v)
+        cu_seqlens = cu_seqlens or (None, None)
+        if self.combine is None:
+            self.write_outputs(inputs, out, None, lse, cu_seqlens)
+        else:
+            parts = [x.empty() for x in self.parts]
+            self.write_outputs(inputs, out, *parts, cu_seqlens)
+            self.combine(*parts, out, lse)
         return out, lse
 
-    def _plan_backward(
-        self, grad_out: Layout, out: Layout
-    ) -> tuple[Inputs, Layout, Launch, Callable[..., None]]:
-        """Returns the inputs, the layout of one of the row statistics, what writes both, and what
+    def _plan_backward(self, grad_out: Layout, out: Layout) -> tuple:
+        """Returns what the inputs are read by; the layouts of the log-sum-exp in base 2, of delta
+        and of what else the kernels write for one another; what writes the first of these, and what
         writes the gradients.
         """
         call = self.call
-        inputs = Inputs(call, call.q, call.k, call.v, grad_out, out)
-        *read, out = inputs.layouts
+        (*inputs, out), read = _read(call, call.q, call.k, call.v, grad_out, out)
         grads = tuple(x.as_4d(call.packed) for x in self.grads)
         num_batches, num_heads, _, num_queries, _, _ = call.sizes
         # The statistics of a packed batch are one set.
@@ -536,13 +533,15 @@ class Plan:
         statistics = self.lse._replace(shape=(num_sets, num_heads, num_rows)).contiguous()
         strides = (0 if call.packed else num_heads * num_rows, num_rows, 1)
         if call.impl == "gluon":
-            q, k, *_ = read
-            kernels = resolve_backward(q, k, "gluon", causal=call.right == 0).replace(" ", "_")
-            run = self._gluon(kernels, *read, grads, num_rows)
+            plan = hopper_kernels("one_pass").plan
+            causal = call.right == 0
+            counters, sums, run = plan(*inputs, grads, num_rows, call.scale, causal)
+            scratch = (statistics, statistics, counters, sums)
         else:
-            run = _triton_backward(call, tuple(read), grads, strides)
-        delta = _delta_launch(call, out, read[3], strides)
-        return inputs, statistics, delta, run
+            run = _triton_backward(call, tuple(inputs), grads, strides)
+            scratch = (statistics, statistics)
+        write_statistics = _statistics_launch(call, out, inputs[3], strides, scratch[2:])
+        return read, scratch, write_statistics, run
 
     def backward(
         self,
@@ -552,23 +551,26 @@ class Plan:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
+        *cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of q, k and v, shaped as they are."""
+        if _is_elsewhere(self.device_index):
+            with torch.cuda.device(self.device_index):
+                return self.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
         # A kernel also depends on whether the log-sum-exp starts on a boundary.
-        key = (facts_of(grad_out), facts_of(out), facts_of(lse))
+        key = (facts_of(grad_out), facts_of(out), lse.data_ptr() % 16)
         planned = self.launched_backward.get(key)
         if planned is None:
             layouts = (Layout(*facts) for facts in key[:2])
             planned = self.launched_backward[key] = self._plan_backward(*layouts)
-        inputs, statistics, write_statistics, run = planned
-        grads = tuple(x.empty() for x in self.grads)
-        delta, lse_log2 = statistics.empty(), statistics.empty()
-        with _on_device_of(q):
-            *read, out = inputs.read(q, k, v, grad_out, out)
-            write_statistics(out, read[3], lse.contiguous(), delta, lse_log2, cu_seqlens_q)
-            run(tuple(read), (lse_log2, delta), grads, (cu_seqlens_q, cu_seqlens_k))
+        read, layouts, write_statistics, write_gradients = planned
+        grads = tuple([x.empty() for x in self.grads])
+        scratch = [x.empty() for x in layouts]
+        *inputs, out = read(q, k, v, grad_out, out)
+        cu_seqlens = cu_seqlens or (None, None)
+        counters = scratch[2] if len(scratch) > 2 else None
+        write_statistics(out, inputs[3], lse.contiguous(), *scratch[:2], counters, cu_seqlens[0])
+        write_gradients(inputs, scratch, grads, cu_seqlens)
         return grads
 
 

@@ -13,7 +13,6 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from labkit.kernels.flash_attention.triton import start_of
 from labkit.kernels.launch import Launch
@@ -115,32 +114,26 @@ def row_elements(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
-def empty_splits(num_splits: int, lse: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Returns room for what every split finds, fp32: (splits, rows, `row_elements`) numbers of the
-    output, and (splits, rows) of the log-sum-exp; rows are those of `lse`, the whole one.
+def combine_launch(out, num_splits: int) -> tuple[Launch, tuple]:
+    """Returns what combines the parts that splits write of an output, whose 4D layout this is, and
+    the layouts of those, fp32: (splits, rows, `row_elements`) of the output, and (splits, rows) of
+    the log-sum-exp. It is called with both, the output and the log-sum-exp.
     """
-    num_rows = num_splits * lse.numel()
-    return (
-        torch.empty(num_rows * row_elements(head_dim), dtype=torch.float32, device=lse.device),
-        torch.empty(num_rows, dtype=torch.float32, device=lse.device),
-    )
-
-
-def combine_launch(shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int) -> Launch:
-    """Returns what combines all splits of an output of a shape, (B, H, S, D), and of strides.
-
-    It is called with what `empty_splits` has room for, the output and the log-sum-exp.
-    """
-    batch, num_heads, length, head_dim = shape
+    batch, num_heads, length, head_dim = out.shape
     num_rows = batch * num_heads * length
     padded = triton.next_power_of_2(head_dim)
     block = COMBINED_ELEMENTS // padded
+    row = row_elements(head_dim)
     flags = {
         "HEAD_DIM": head_dim,
         "PADDED": padded,
-        "ROW": row_elements(head_dim),
+        "ROW": row,
         "BLOCK": block,
         "STAGES": SPLITS_AT_ONCE,
     }
-    numbers = (strides[:3], num_rows, length, num_heads, num_splits)
-    return Launch(attention_combine_kernel, (triton.cdiv(num_rows, block),), flags, numbers)
+    numbers = (out.strides[:3], num_rows, length, num_heads, num_splits)
+    launch = Launch(attention_combine_kernel, (triton.cdiv(num_rows, block),), flags, numbers)
+    shapes = ((num_splits, num_rows, row), (num_splits, num_rows))
+    return launch, tuple(
+        out._replace(shape=shape, dtype=torch.float32).contiguous() for shape in shapes
+    )

@@ -24,7 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from labkit.kernels.fused import first_order, outside_autocast
+from labkit.kernels.fused import outside_autocast
 
 # Long enough that a matrix product is most of a tile's work on a CPU, short enough that a tile
 # stays in its cache.
@@ -170,41 +170,3 @@ def tiled_attention_backward(
             grad_v[..., keys, :] += p_QK.transpose(-2, -1) @ grad_out_QD
     grad_k, grad_v = _sum_over_group(grad_k, k), _sum_over_group(grad_v, v)
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
-
-
-class TiledFlashAttention(torch.autograd.Function):
-    """Tiled attention, `apply(q, k, v, is_causal=False)`, scale 1/√D; memory linear in the lengths.
-
-    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys. Saved
-    for backward: q, k, v, the output, and one tensor of shape (batch[, heads], n_queries), the
-    log-sum-exp in natural units.
-
-    Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
-    """
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        if (
-            q.dim() not in (3, 4)
-            or k.shape != v.shape
-            or q.shape[:-2] != k.shape[:-2]
-            or q.shape[-1] != k.shape[-1]
-        ):
-            raise ValueError(
-                "q must be (batch, n_queries, d) or (batch, heads, n_queries, d), and k and v the "
-                "same with n_keys; "
-                f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-            )
-        ctx.mask = {
-            "scale": 1 / math.sqrt(q.shape[-1]),
-            "left": -1,
-            "right": 0 if is_causal else -1,
-        }
-        out, lse = tiled_attention_forward(q, k, v, **ctx.mask)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    @first_order("TiledFlashAttention")
-    def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *tiled_attention_backward(grad_out, *ctx.saved_tensors, **ctx.mask), None

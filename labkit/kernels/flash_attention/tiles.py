@@ -1,4 +1,4 @@
-"""What runs: the implementation, the products of fp32, the kernels of the gradients and the tiles.
+"""What runs: the implementation, the products of fp32 and the tiles.
 
 Limits were found and tiles tuned on an H200. Tiles of other devices fit 99 KiB of shared memory,
 the least since Ampere (8.6, 8.9, 12.0). tests/test_kernel_compilation.py holds all rows to their
@@ -17,7 +17,6 @@ import triton
 from torch import Tensor
 
 from labkit.kernels.flash_attention.triton import IS_INTERPRETED, split_head_dim
-from labkit.kernels.launch import num_multiprocessors
 
 MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")
@@ -35,8 +34,6 @@ GLUON_HEAD_DIMS = (64, 72, 80, 96, 128)
 # fast or faster, else up to 3 us slower, which the host gains by arguments without tile
 # descriptors.
 SMALL, SMALL_AT_64 = 4, 32
-# queries and keys below D 128, full: two passes of persistent programs take less time than one
-PERSISTENT_UNTIL = 1024
 
 
 def listed(values) -> str:
@@ -72,7 +69,7 @@ def not_loading() -> str | None:
     what runs instead.
     """
     try:
-        for name in ("forward", "two_passes", "one_pass"):
+        for name in ("forward", "one_pass"):
             hopper_kernels(name)
     except (ImportError, AttributeError, TypeError) as error:
         reason = (
@@ -162,29 +159,6 @@ def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = Fals
     return "bf16x6" if pays else "tf32x3"
 
 
-def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool) -> str:
-    """Returns which kernels compute the gradients after an `impl` as `resolve_impl` returns it: its
-    own, or after "gluon" "one pass" or "two passes".
-
-    "one pass" where the parts of q's gradient are added in one order without much waiting; "two
-    passes" else, as with short full masks below head dimension 128, in persistent programs.
-
-    Args:
-        q, k: (B, H, S, D) or (B, S, D).
-    """
-    if impl != "gluon":
-        return impl
-    *heads, num_queries, head_dim = q.shape
-    *key_heads, num_keys, _ = k.shape
-    if head_dim < 128 and not causal and max(num_queries, num_keys) <= PERSISTENT_UNTIL:
-        return "two passes"
-    group = math.prod(heads) // math.prod(key_heads)
-    shape = (math.prod(key_heads), num_queries * group, num_keys, head_dim)
-    programs = num_multiprocessors(q.device.index)
-    pays = hopper_kernels("one_pass").ordering_pays(*shape, causal, programs)
-    return "one pass" if pays else "two passes"
-
-
 # ---- the tiles of the Triton kernels -------------------------------------------------------------
 
 
@@ -229,7 +203,6 @@ TILES = {
         # 393. dQ: 64 keys leave it below 128 registers, so that programs hide each other's waits.
         64: (_two(128, 64, 8, 3), _two(64, 128, 8, 2), _two(128, 64, 8, 2)),
         # Forward: 128 × 128 keep wgmma at its widest, and a third stage no longer fits.
-        80: (_two(128, 128, 8, 2), _two(64, 128, 8, 2), _two(128, 64, 8, 2)),
         # dK/dV: the masks of a second loop no longer fit in registers.
         128: (_two(128, 128, 8, 2), _one(64, 128, 8, 3), _two(128, 64, 8, 2)),
         # Not tuned: 32 × 32 are the largest whose dK/dV stays near the register file.

@@ -41,7 +41,7 @@ SECTION_TILES = tl.constexpr(512)
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
 LENGTHS = ("max_queries", "max_keys", "max_own", "max_other", "num_heads", "num_sequences")
-LENGTHS += ("left", "right", "before", "after")
+LENGTHS += ("left", "right", "before", "after", "num_counters")
 
 
 def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
@@ -179,11 +179,11 @@ def _store(
     batch,
     head,
     first_row,
-    parts,
-    factor,
     rows,
     row_mask,
     columns,
+    parts,
+    factor,
     HEAD_DIM: tl.constexpr,
     MASK_COLS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -467,20 +467,8 @@ def flash_attention_fwd_kernel(
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     key_head = head // group
     row_q = first_q + q_begin
-    q = _load(
-        q_ptr,
-        q_strides,
-        batch,
-        head,
-        row_q,
-        rows_q,
-        mask_q,
-        columns,
-        HEAD_DIM,
-        MASK_COLS,
-        ALIGNMENT,
-        PRECISION,
-    )
+    where = (head, row_q, rows_q, mask_q, columns)
+    q = _load(q_ptr, q_strides, batch, *where, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION)
     acc = _zeros(BLOCK_Q, columns)
     maximum = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_Q,), dtype=tl.float32)
@@ -572,21 +560,8 @@ def flash_attention_fwd_kernel(
     # A row without any key: zeros, and −inf.
     divisor = tl.where(total == 0.0, 1.0, total)
     result = batch + split * num_sequences
-    _store(
-        out_ptr,
-        out_strides,
-        result,
-        head,
-        row_q,
-        acc,
-        1 / divisor[:, None],
-        rows_q,
-        mask_q,
-        columns,
-        HEAD_DIM,
-        MASK_COLS,
-        ALIGNMENT,
-    )
+    factor = 1 / divisor[:, None]
+    _store(out_ptr, out_strides, result, *where, acc, factor, HEAD_DIM, MASK_COLS, ALIGNMENT)
     lse = (maximum + tl.log2(divisor)) * 0.6931471805599453
     lse_ptr += start_of(lse_strides, result, head, row_q, 1)
     tl.store(lse_ptr + rows_q, lse, mask=mask_q)
@@ -600,8 +575,9 @@ def flash_attention_bwd_delta_kernel(
     out_ptr,
     grad_out_ptr,
     lse_ptr,
-    delta_ptr,
     lse_log2_ptr,
+    delta_ptr,
+    counters_ptr,
     cu_q_ptr,
     out_strides,
     grad_out_strides,
@@ -610,14 +586,16 @@ def flash_attention_bwd_delta_kernel(
     num_heads,
     max_queries,
     num_sequences,
+    num_counters,
     HEAD_DIM: tl.constexpr,
     PADDED_D: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     IS_PACKED: tl.constexpr,
     PADDING: tl.constexpr,
 ):
     """One program: rowsum(∂O ∘ O) of BLOCK_Q queries, and their log-sum-exp in base 2, for the
-    kernels after it.
+    kernels after it; and zeros for their counters, if they have any.
 
     It fills the padding too, with 0 and +∞: exp2(· − ∞) = 0 then keeps what lies beyond a sequence
     out of every sum.
@@ -631,27 +609,28 @@ def flash_attention_bwd_delta_kernel(
         num_tiles = tl.cdiv(max_queries, PADDING)
         batch, tile = begin // PADDING // num_tiles, begin // PADDING % num_tiles
     first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True, IS_PACKED)
-    rows = tile * PADDING + begin % PADDING + tl.arange(0, BLOCK_Q)
-    mask = rows < num_queries
-    cols = tl.arange(0, PADDED_D)
-    inside = mask[:, None] & (cols < HEAD_DIM)[None, :]
-    wide_rows = rows.to(tl.int64)
-
-    out_ptr += start_of(out_strides, batch, head, first_q, 1)
-    grad_out_ptr += start_of(grad_out_strides, batch, head, first_q, 1)
-    out = tl.load(out_ptr + _offsets(wide_rows, cols, out_strides[2], 1), mask=inside, other=0.0)
-    grad_offsets = _offsets(wide_rows, cols, grad_out_strides[2], 1)
-    grad_out = tl.load(grad_out_ptr + grad_offsets, mask=inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), axis=1)
-    lse_ptr += start_of(lse_strides, batch, head, first_q, 1)
+    begin = tile * PADDING + begin % PADDING
+    rows = tl.arange(0, BLOCK_Q)
+    mask = rows < num_queries - begin
+    where = (batch, head, first_q + begin, rows, mask, (tl.arange(0, PADDED_D),))
+    MASK_COLS: tl.constexpr = PADDED_D > HEAD_DIM
+    out = _load(out_ptr, out_strides, *where, HEAD_DIM, MASK_COLS, ALIGNMENT, "ieee")
+    grad_out = _load(grad_out_ptr, grad_out_strides, *where, HEAD_DIM, MASK_COLS, ALIGNMENT, "ieee")
+    delta = tl.sum(out[0][0].to(tl.float32) * grad_out[0][0].to(tl.float32), axis=1)
+    lse_ptr += start_of(lse_strides, batch, head, first_q + begin, 1)
     lse = tl.load(lse_ptr + rows, mask=mask, other=float("-inf"))
     # A row that saw no key passes no gradient on either.
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     first = _statistics_row(first_q, batch, IS_PACKED, PADDING)
-    statistics = start_of(statistics_strides, batch, head, first, 1) + rows
-    padded = rows < tl.cdiv(num_queries, PADDING) * PADDING
+    statistics = start_of(statistics_strides, batch, head, first + begin, 1) + rows
+    padded = rows < tl.cdiv(num_queries, PADDING) * PADDING - begin
     tl.store(delta_ptr + statistics, delta, mask=padded)
     tl.store(lse_log2_ptr + statistics, lse_log2, mask=padded)
+    if counters_ptr is not None:
+        step = tl.num_programs(0) * BLOCK_Q
+        for start in range(tl.program_id(0) * BLOCK_Q, num_counters, step):
+            counter = start + tl.arange(0, BLOCK_Q)
+            tl.store(counters_ptr + counter, 0, mask=counter < num_counters)
 
 
 @triton.jit(
@@ -730,34 +709,9 @@ def flash_attention_bwd_kernel(
     MASK_COLS: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
     DTYPE: tl.constexpr = own_ptrs[0].dtype.element_ty
     own_row = first_own + own_begin
-    own_x = _load(
-        own_ptrs[0],
-        own_strides[0],
-        batch,
-        head,
-        own_row,
-        rows_own,
-        mask_own,
-        columns,
-        HEAD_DIM,
-        MASK_COLS,
-        ALIGNMENT,
-        PRECISION,
-    )
-    own_y = _load(
-        own_ptrs[1],
-        own_strides[1],
-        batch,
-        head,
-        own_row,
-        rows_own,
-        mask_own,
-        columns,
-        HEAD_DIM,
-        MASK_COLS,
-        ALIGNMENT,
-        PRECISION,
-    )
+    where = (batch, head, own_row, rows_own, mask_own, columns)
+    own_x = _load(own_ptrs[0], own_strides[0], *where, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION)
+    own_y = _load(own_ptrs[1], own_strides[1], *where, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION)
     grad_x = _zeros(OWN_BLOCK, columns)
     grad_y = _zeros(OWN_BLOCK, columns)
 
@@ -849,40 +803,9 @@ def flash_attention_bwd_kernel(
                 grad_scores = _operand(p * grad_p, DTYPE, PRECISION)
                 grad_x = _accumulate(grad_scores, x, grad_x, PRECISION)
 
-    _store(
-        grad_ptrs[0],
-        grad_strides[0],
-        batch,
-        head,
-        own_row,
-        grad_x,
-        scale,
-        rows_own,
-        mask_own,
-        columns,
-        HEAD_DIM,
-        MASK_COLS,
-        ALIGNMENT,
-    )
+    _store(grad_ptrs[0], grad_strides[0], *where, grad_x, scale, HEAD_DIM, MASK_COLS, ALIGNMENT)
     if OF_KEYS:
-        _store(
-            grad_ptrs[1],
-            grad_strides[1],
-            batch,
-            head,
-            own_row,
-            grad_y,
-            1.0,
-            rows_own,
-            mask_own,
-            columns,
-            HEAD_DIM,
-            MASK_COLS,
-            ALIGNMENT,
-        )
-
-
-# ---- slices --------------------------------------------------------------------------------------
+        _store(grad_ptrs[1], grad_strides[1], *where, grad_y, 1.0, HEAD_DIM, MASK_COLS, ALIGNMENT)
 
 
 @triton.jit

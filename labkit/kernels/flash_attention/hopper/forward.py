@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from labkit.kernels.flash_attention.hopper.tiles import (
+    LENGTHS,
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
@@ -57,37 +58,35 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     parts,
     plus_product,
     product_layout,
-    put,
     queue,
     ring,
     run_of,
     shared_by_warps,
+    store,
     tiles_of,
     times_transposed,
     to_low,
 )
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.flash_attention.splits import (
-    combine_launch,
-    empty_splits,
-    num_splits_of,
-)
+from labkit.kernels.flash_attention.splits import num_splits_of
 from labkit.kernels.launch import num_multiprocessors
 
-# Keys of a tile, how many tiles are in flight, and warpgroups of 64 queries. Bounds: 160 or 240
-# registers a thread of a consumer (scores 64 × BLOCK_K and the accumulator of 64 rows · D); 227 KiB
-# of shared memory, of which 128 rows take 256·D bytes per tensor.
+BLOCK_K = gl.constexpr(128)  # keys of a tile
+
+# How many tiles are in flight, and warpgroups of 64 queries. Bounds: 160 or 240 registers a thread
+# of a consumer (scores 64 × BLOCK_K and the accumulator of 64 rows · D); 227 KiB of shared memory,
+# of which 128 rows take 256·D bytes per tensor.
 FORWARD = {
-    64: {"BLOCK_K": 128, "STAGES": 5, "CONSUMERS": 3},
-    72: {"BLOCK_K": 128, "STAGES": 2, "CONSUMERS": 2},
-    80: {"BLOCK_K": 128, "STAGES": 2, "CONSUMERS": 2},
-    96: {"BLOCK_K": 128, "STAGES": 3, "CONSUMERS": 2},
-    128: {"BLOCK_K": 128, "STAGES": 2, "CONSUMERS": 2},
+    64: {"STAGES": 5, "CONSUMERS": 3},
+    72: {"STAGES": 2, "CONSUMERS": 2},
+    80: {"STAGES": 2, "CONSUMERS": 2},
+    96: {"STAGES": 3, "CONSUMERS": 2},
+    128: {"STAGES": 2, "CONSUMERS": 2},
 }
 # Up to so many queries: 128 of them fill a tile where 192 often do not (256 queries: 343 TFLOP/s,
 # not 225).
 SHORT = 1024
-FORWARD_SHORT = FORWARD | {64: {"BLOCK_K": 128, "STAGES": 4, "CONSUMERS": 2}}
+FORWARD_SHORT = FORWARD | {64: {"STAGES": 4, "CONSUMERS": 2}}
 
 # A program that takes several tiles of queries loads the next one under the end of the last, which
 # pays while tiles are short (18 % at 1,024 keys). Others are given out evenly, and when long by the
@@ -100,19 +99,6 @@ PERSISTENT_UNTIL = 8192
 QUEUE_FROM = 2048
 DYNAMIC_FROM = 3
 DYNAMIC_FROM_KEYS = 512
-
-# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
-# anew.
-LENGTHS = (
-    "num_heads",
-    "num_heads_total",
-    "group",
-    "num_queries",
-    "num_keys",
-    "num_splits",
-    "section",
-    "run",
-)
 
 
 @shared_by_warps
@@ -137,7 +123,6 @@ class Shared:
     section: Value
     run: Value
     scale_log2: Value
-    BLOCK_K: Value
     D: Value
     CAUSAL: Value
     EVEN_K: Value
@@ -189,7 +174,7 @@ def _num_key_tiles(s, rows_end):
     end = s.num_keys
     if s.CAUSAL:
         end = gl.maximum(gl.minimum(end, rows_end + (s.num_keys - s.num_queries)), 1)
-    return (end + s.BLOCK_K - 1) // s.BLOCK_K
+    return (end + BLOCK_K - 1) // BLOCK_K
 
 
 @gluon.jit
@@ -206,7 +191,7 @@ def _producer(s):
         head = head_total % s.num_heads
         key_head = head // s.group
         for i in range(num_tiles):
-            start = (first + num_tiles - 1 - i) * s.BLOCK_K
+            start = (first + num_tiles - 1 - i) * BLOCK_K
             s.k.load(j, batch, key_head, start)
             if i == 0:
                 for c in gl.static_range(s.CONSUMERS):
@@ -265,7 +250,7 @@ def _times_rows(acc, factor):
 @gluon.jit
 def _step(s, i, q, p, p_low, acc, maximum, total, end, diagonal, MASKED: gl.constexpr):
     """The scores and the softmax of tile i, and the product with V of tile i − 1 under them."""
-    SCORES: gl.constexpr = product_layout(s.BLOCK_K)
+    SCORES: gl.constexpr = product_layout(BLOCK_K)
     s.k.wait(i)
     scores_mma = times_transposed(q, s.k.tile(i), p)
     s.v.wait(i - 1)
@@ -294,12 +279,12 @@ def _store_part(s, parts, acc, q1, column, row_elements):
 
 @gluon.jit
 def _consumer(s, C: gl.constexpr):
-    SCORES: gl.constexpr = product_layout(s.BLOCK_K)
+    SCORES: gl.constexpr = product_layout(BLOCK_K)
     MASKED: gl.constexpr = s.CAUSAL or not s.EVEN_K
     num_q_tiles, num_head_splits = _num_work_tiles(s)
     # Scores come in the registers of those before: a tile of zeros would be as many more, set anew
     # each time.
-    p = accumulator(s.BLOCK_K)
+    p = accumulator(BLOCK_K)
     # The number of the next key tile that the producer loads, counted over all tiles of queries.
     j = 0
     turn = 0
@@ -313,7 +298,7 @@ def _consumer(s, C: gl.constexpr):
         diagonal = q1 + (s.num_keys - s.num_queries) + 1
         # The number of the key tile after the last one of this tile of queries.
         after = j + num_tiles
-        num_full = s.num_keys // s.BLOCK_K
+        num_full = s.num_keys // BLOCK_K
         if s.CAUSAL:
             # The loop begins at the last keys. Those that only the consumers of later queries see
             # are passed over.
@@ -326,7 +311,7 @@ def _consumer(s, C: gl.constexpr):
                 s.v.wait(j)
                 s.v.release(j)
                 j += 1
-            num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // s.BLOCK_K)
+            num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // BLOCK_K)
             if s.SPLIT_K:
                 num_full = gl.maximum(num_full - first, 0)
         maximum = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -336,7 +321,7 @@ def _consumer(s, C: gl.constexpr):
         s.k.wait(j)
         scores = warpgroup_mma_wait(0, deps=(times_transposed(q, s.k.tile(j), p),))
         s.k.release(j)
-        start = (first + after - j - 1) * s.BLOCK_K
+        start = (first + after - j - 1) * BLOCK_K
         if MASKED:
             scores = _mask(s, scores, s.num_keys - start, diagonal - start, SCORES)
         p, maximum, total, _ = _softmax(scores, maximum, total, s.scale_log2, MASKED)
@@ -351,7 +336,7 @@ def _consumer(s, C: gl.constexpr):
         if s.CAUSAL:
             first_full = gl.maximum(after - num_full, first_full)
             for i in range(j + 1, first_full):
-                start = (first + after - i - 1) * s.BLOCK_K
+                start = (first + after - i - 1) * BLOCK_K
                 end = s.num_keys - start
                 p, p_low, acc, maximum, total = _step(
                     s, i, q, p, p_low, acc, maximum, total, end, diagonal - start, True
@@ -377,9 +362,9 @@ def _consumer(s, C: gl.constexpr):
                 _store_part(s, s.parts_ptr + first_row * ROW, acc[n], q1, n * 64, ROW)
         else:
             # The output takes the place of the queries.
-            put(acc, q)
             batch = head_split // s.num_heads
-            s.q.store(own, s.out_descs, batch, head_split % s.num_heads, q1)
+            head = head_split % s.num_heads
+            store(acc, s.q.whole(own % s.q.NUM), s.out_descs, batch, head, q1)
         j = after
         if s.DYNAMIC:
             t = s.tiles.await_number(turn)
@@ -412,7 +397,6 @@ def hopper_fwd_kernel(
     section,
     run,
     scale_log2,
-    BLOCK_K: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -451,7 +435,6 @@ def hopper_fwd_kernel(
         section,
         run,
         scale_log2,
-        BLOCK_K,
         D,
         CAUSAL,
         EVEN_K,
@@ -480,10 +463,11 @@ def hopper_fwd_kernel(
 
 
 def plan(
-    q: Layout, k: Layout, v: Layout, out: Layout, device_index: int, *, scale: float, causal: bool
-) -> Callable[..., None]:
-    """Returns what writes the output and the log-sum-exp (fp32, natural units, dense):
-    run((q, k, v), out, lse, cu_seqlens).
+    q: Layout, k: Layout, v: Layout, out: Layout, scale: float, causal: bool
+) -> tuple[Callable[..., None], int]:
+    """Returns what writes the output, or its parts, and the log-sum-exp (fp32, natural units,
+    dense): write((q, k, v), out, parts, lse, cu_seqlens); and among how many programs the keys of a
+    query are split, each with its part.
 
     The layouts are 4D; the heads of k and v divide those of q.
     """
@@ -491,11 +475,12 @@ def plan(
     num_keys = k.shape[2]
     tail = TAILS[head_dim]
     tiles = (FORWARD_SHORT if num_queries <= SHORT else FORWARD)[head_dim]
-    block_k, consumers = tiles["BLOCK_K"], tiles["CONSUMERS"]
+    block_k = BLOCK_K.value
+    consumers = tiles["CONSUMERS"]
     rows = ROWS * consumers
     num_heads_total, num_key_heads = num_heads * num_batches, k.shape[1] * num_batches
     num_tiles = -(-num_queries // rows) * num_heads_total
-    programs = num_multiprocessors(device_index)
+    programs = num_multiprocessors(q.device.index)
     key_tiles = -(-num_keys // block_k)
     num_splits = num_splits_of(num_tiles, key_tiles, programs, causal)
     group = num_heads_total // num_key_heads
@@ -518,13 +503,10 @@ def plan(
         run_of(key_tiles) * group,
         scale * LOG2_E,
     )
-    constants = {
+    constants = tiles | {
         "D": 64 if tail else head_dim,
-        "BLOCK_K": block_k,
-        "STAGES": tiles["STAGES"],
         "CAUSAL": causal,
         "EVEN_K": num_keys % block_k == 0,
-        "CONSUMERS": consumers,
         "DYNAMIC": dynamic,
         "SPLIT_K": num_splits > 1,
     }
@@ -533,15 +515,9 @@ def plan(
     launch = TileLaunch(
         hopper_fwd_kernel, (num_programs,), described, numbers, constants, consumers
     )
-    combine = combine_launch(out.shape, out.strides, num_splits) if num_splits > 1 else None
 
-    def run(inputs, out, lse, _) -> None:
+    def write(inputs, out, parts, lse, _) -> None:
         tile_counter = torch.zeros(1, dtype=torch.int32, device=out.device) if dynamic else None
-        if combine is None:
-            launch((*inputs, out), None, lse, tile_counter)
-        else:
-            parts = empty_splits(num_splits, lse, head_dim)
-            launch((*inputs, out), *parts, tile_counter)
-            combine(*parts, out, lse)
+        launch(*inputs, out, parts, lse, tile_counter)
 
-    return run
+    return write, num_splits

@@ -8,15 +8,18 @@ Shapes: (batch, heads, length, D), D 64, 72, 80, 96 or 128, bf16 or fp16, causal
 bottom right) or not; the key heads divide the query heads. L in base 2 and D come padded from the
 Triton kernels of `flash_attention`.
 
-Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two
-kernels of two_passes.py compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D
-bytes of memory a head more, converted afterwards.
+Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. Kernels for
+keys and for queries compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D bytes of
+memory a head more, converted afterwards.
 
 The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in order, the first keys'
 program first, and so with equal bits every time. They follow one another then, each a tile behind
 the one before it, which it sees by a semaphore in global memory, the count of tiles added: they
-wait where they start together or end together. `ordering_pays` says where they would wait longer
-than the two kernels take.
+wait where they start together or end together. Where few heads take turns that is up to half of the
+time, and still no longer than the Triton kernels take (29 shapes on an H100: 0.53 to 1.01 of their
+time; 1, 1, 4096, 128 full 199 us and 198). Two passes of this architecture's own, which waited for
+nothing, took less there: 0.62 of the time at 1, 1, 16384, 64 full, 0.8 with up to four heads, 0.83
+at 64, 16, 256, 64 full; they are given up for one kernel to keep.
 
 Persistent programs take work tiles, 128 keys of one key head each, from a counter, and load the
 next one while the last ends. A work tile only ever waits for one of a smaller number, which some
@@ -65,6 +68,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from labkit.kernels.flash_attention.hopper.tiles import (
+    LENGTHS,
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
@@ -82,7 +86,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     described_as,
     even_section,
     finished,
-    fp32_layout,
     parts,
     plus_product,
     product_layout,
@@ -92,10 +95,12 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     rows_of,
     run_of,
     shared_by_warps,
+    store,
     tiles_of,
     times_transposed,
 )
 from labkit.kernels.flash_attention.plan import Layout
+from labkit.kernels.flash_attention.triton import start_of
 from labkit.kernels.launch import Launch, num_multiprocessors
 
 # Releases of Triton before 3.8 have these operations under other names.
@@ -122,6 +127,7 @@ if async_add is None:
 
 BLOCK_K = gl.constexpr(2 * ROWS)  # keys of a program
 WRITERS = gl.constexpr(2)  # warps that add to ∂Q
+FIRST_SEMAPHORE = gl.constexpr(4)  # among the counters, behind the 16 bytes of that of work tiles
 
 # Queries of a tile, and how many tiles of Q and of ∂O are in flight. Bounds: 240 registers a thread
 # of a consumer (scores and ∂P of 64 keys × BLOCK_Q, two accumulators of 64 rows · D, one tile of
@@ -134,22 +140,6 @@ STAGES_GRAD_OUT = gl.constexpr(2)
 # How much of its time a multiprocessor may wait where loops are equally long: fewer heads are
 # enough then (1, 16, 16384, 128: 661 TFLOP/s, not 548).
 WAITING = 0.02
-MOST_WAITING, MOST_WAITING_AT_64 = 0.3, 0.16  # see `ordering_pays`
-
-# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
-# anew.
-LENGTHS = (
-    "num_heads",
-    "num_heads_total",
-    "group",
-    "num_queries",
-    "num_keys",
-    "padded_queries",
-    "num_tiles",
-    "section",
-    "run",
-    "num_work_tiles",
-)
 
 
 @shared_by_warps
@@ -175,8 +165,7 @@ class Shared:
     passed: Value
     work: Value
     dq_accum_descs: Value
-    dq_semaphore_ptr: Value
-    tile_counter_ptr: Value
+    counters_ptr: Value
     num_heads: Value
     num_heads_total: Value
     group: Value
@@ -197,7 +186,7 @@ class Shared:
 def _take_work_tile(s):
     """The number of the next work tile: its key head's, times the tiles of a head, plus its own."""
     # From a counter, so that whoever waits for a work tile waits for a program that runs.
-    index = gl.atomic_add(s.tile_counter_ptr, 1)
+    index = gl.atomic_add(s.counters_ptr, 1)
     num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
     last = s.num_work_tiles - 1
     head_total, key_tile = decode_tile(
@@ -312,7 +301,8 @@ def _writer(s, W: gl.constexpr):
         # Every other tile of all; of this work tile's the even ones or the odd ones.
         odd = (j + W) & 1
         key_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
-        mine = s.dq_semaphore_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
+        own = (head_total * key_tiles + key_tile) * WRITERS + odd
+        mine = s.counters_ptr + FIRST_SEMAPHORE + own
         # Those tiles of the program before; the first waits for none.
         added = gl.where(key_tile == 0, count, 0)
         for i in range(odd, count, WRITERS):
@@ -346,20 +336,18 @@ def _grad_q_product(s, zero, j, C: gl.constexpr):
     HAS_TAIL: gl.constexpr = len(s.k.tiles) == 2
     # A tile of 128 columns lies in memory as two tiles of 64.
     TILES_Q: gl.constexpr = s.BLOCK_Q // 64
-    TILES_D: gl.constexpr = s.D // 64
     left = reinterpret(s.grad_scores_s, DTYPE, [4 * TILES_Q, 64, 64], LAYOUT)
-    right = reinterpret(s.k.tiles[0], DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
     PART_Q: gl.constexpr = C if s.BLOCK_Q == 128 else 0
-    PART_D: gl.constexpr = 0 if s.BLOCK_Q == 128 else C
+    PART_D: gl.constexpr = C if HAS_TAIL else 0
     first = (j & 1) * 2 * TILES_Q + PART_Q
     COLUMNS: gl.constexpr = s.k.tiles[C].shape[4] if HAS_TAIL else 64
     grad_q = (accumulator(COLUMNS),)
     for half in gl.static_range(2):
         grad_scores = left.index(first + half * TILES_Q).permute((1, 0))
-        if HAS_TAIL:
-            k = s.k.at(half + zero)[C]
+        if s.D == 128:
+            k = reinterpret(s.k.tiles[0], DTYPE, [4, 64, 64], LAYOUT).index(half * 2 + C + zero)
         else:
-            k = right.index(half * TILES_D + PART_D + zero)
+            k = s.k.at(half + zero)[PART_D]
         grad_q = plus_product(grad_scores, (k,), grad_q, half == 1)
     return grad_q[0]
 
@@ -386,17 +374,6 @@ def _put_grad_q(s, grad_q, j, C: gl.constexpr, before, is_one=True):
     s.grad_q_s[C].store(_in_register_order(grad_q))
     fence_async_shared()
     mbarrier.arrive(s.grad_q_full.index(j % WRITERS), count=1, pred=is_one)
-
-
-@gluon.jit
-def _store(descs, grad, tiles, batch, head, row):
-    """Starts to write a gradient to 64 rows, through tiles in shared memory."""
-    for n in gl.static_range(len(descs)):
-        tile = tiles[n].reshape([64, tiles[n].shape[3]])
-        tile.store(grad[n].to(tile.dtype))
-    fence_async_shared()
-    for n in gl.static_range(len(descs)):
-        async_store(descs[n], [batch, head, row, n * 64], tiles[n])
 
 
 @gluon.jit
@@ -516,7 +493,7 @@ def _consumer(s, C: gl.constexpr):
             carriers = reinterpret(s.grad_scores_s, DTYPE, [2, 1, 1, 64, 128], LAYOUT)
             grad_v_s = (s.carrier_s[0].index(0) if C == 0 else carriers.index(free),)
             grad_k_s = grad_v_s
-        _store(s.grad_v_descs, grad_v, grad_v_s, batch, head, k1)
+        store(grad_v, grad_v_s, s.grad_v_descs, batch, head, k1)
         grad_k = finished(grad_k_mma, 2)
         grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
         s.k.release(turn * 2)
@@ -526,7 +503,7 @@ def _consumer(s, C: gl.constexpr):
         if s.D == 128:
             tma.store_wait(0)
         grad_k = [part * (s.scale_log2 * LN_2) for part in grad_k]
-        _store(s.grad_k_descs, grad_k, grad_k_s, batch, head, k1)
+        store(grad_k, grad_k_s, s.grad_k_descs, batch, head, k1)
         base = after
         s.work.release(turn)
         turn += 1
@@ -553,8 +530,7 @@ def hopper_bwd_single_kernel(
     delta_desc,
     dq_accum_desc,
     dq_accum_tail_desc,
-    dq_semaphore_ptr,
-    tile_counter_ptr,
+    counters_ptr,
     num_heads,
     num_heads_total,
     group,
@@ -604,8 +580,7 @@ def hopper_bwd_single_kernel(
         barriers(1, 1).index(0),
         queue(2 + WRITERS),
         dq_accum_descs,
-        dq_semaphore_ptr,
-        tile_counter_ptr,
+        counters_ptr,
         num_heads,
         num_heads_total,
         group,
@@ -636,9 +611,12 @@ def hopper_bwd_single_kernel(
 
 
 @triton.jit
-def _convert(part_ptr, first_ptr, stride_s, num_rows, num_columns, scale, COLUMNS: tl.constexpr):
-    """64 rows of ∂Q, scaled, out of the order of `_in_register_order`."""
-    total = tl.load(part_ptr + tl.arange(0, 64 * COLUMNS))
+def _convert(
+    part_ptr, past_first, first_ptr, stride_s, num_rows, num_columns, scale, COLUMNS: tl.constexpr
+):
+    """64 rows of ∂Q, scaled, out of the order of `_in_register_order`; 0 before the first tile."""
+    is_there = tl.full((64 * COLUMNS,), past_first, tl.int32) >= 0
+    total = tl.load(part_ptr + tl.arange(0, 64 * COLUMNS), mask=is_there, other=0.0)
     total = tl.reshape(total, (COLUMNS // 8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5))
     rows = tl.arange(0, 64)[:, None]
     cols = tl.arange(0, COLUMNS)[None, :]
@@ -651,34 +629,33 @@ def _convert(part_ptr, first_ptr, stride_s, num_rows, num_columns, scale, COLUMN
 def hopper_bwd_convert_kernel(
     dq_accum_ptr,
     grad_q_ptr,
-    stride_b,
-    stride_h,
-    stride_s,
+    strides,
     num_queries,
     num_tiles,
+    first_tile,
     scale,
     HEAD_DIM: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """∂Q = scale · sum, of one of the two parts of a tile."""
+    """∂Q = scale · sum, of one of the two parts of a tile; 0 before `first_tile`."""
     part = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
     tile = part // 2
     head_total = batch * tl.num_programs(1) + head
     # A tile of 128 queries has two parts of 64 queries, one of 64 has two of 64 columns.
     second = part % 2
     row = tile * BLOCK_Q + (second * 64 if BLOCK_Q == 128 else 0)
     column = 0 if BLOCK_Q == 128 else second * 64
-    part_ptr = dq_accum_ptr + (head_total * num_tiles + tile) * 64 * (64 + (TAIL or 64))
-    part_ptr += second * 4096
-    to = grad_q_ptr + batch * stride_b + head * stride_h + row.to(tl.int64) * stride_s + column
+    part_ptr = dq_accum_ptr + second * 4096
+    part_ptr += (head_total.to(tl.int64) * num_tiles + tile) * 64 * (64 + (TAIL or 64))
+    to = grad_q_ptr + start_of(strides, batch, head, row, 1) + column
     left = (num_queries - row, HEAD_DIM - column)
     if TAIL and second == 1:
-        _convert(part_ptr, to, stride_s, *left, scale, TAIL)
+        _convert(part_ptr, tile - first_tile, to, strides[2], *left, scale, TAIL)
     else:
-        _convert(part_ptr, to, stride_s, *left, scale, 64)
+        _convert(part_ptr, tile - first_tile, to, strides[2], *left, scale, 64)
 
 
 def _section(num_heads: int, num_tiles: int, steps: int, causal: bool, programs: int) -> int:
@@ -693,46 +670,6 @@ def _section(num_heads: int, num_tiles: int, steps: int, causal: bool, programs:
     return even_section(num_heads, most)
 
 
-def ordering_pays(
-    num_heads_total: int,
-    num_queries: int,
-    num_keys: int,
-    head_dim: int,
-    causal: bool,
-    programs: int,
-) -> bool:
-    """Returns whether one pass is expected to take less time than the two kernels of the other
-    module.
-
-    Counted in tiles: the programs of a head that run at once start one tile after the other, so the
-    last of them waits for as many tiles as they are. Beside all tiles that a multiprocessor
-    computes, that is to be less than what two kernels take longer than one that waits for none.
-    Measured on an H200, full masks: 1.05 to 1.75 of that one's time where 0.07 to 1.0 of the tiles
-    are waited for.
-
-    Causal, whoever waits longest has the shortest loop, and none waits in the end where all run at
-    once; and the two kernels end on the longest loops of the last head. Of the shapes measured
-    ordering paid in 11 of 11 at D 128 and in 12 of 16 at D 64; two of the other four were level,
-    and two were of one and two heads.
-
-    Args:
-        num_heads_total: key heads of all batches.
-        num_queries: that read one key head, of all its query heads.
-        programs: how many run at once.
-    """
-    key_tiles = -(-num_keys // BLOCK_K.value)
-    if causal and (
-        head_dim > 64 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs
-    ):
-        return True
-    steps = -(-num_queries // BLOCK_Q[head_dim])
-    section = _section(num_heads_total, key_tiles, steps, causal, programs)
-    # What a multiprocessor computes, at least one program's.
-    computed = max(1, num_heads_total * key_tiles / programs) * steps / (2 if causal else 1)
-    most = MOST_WAITING_AT_64 if head_dim == 64 else MOST_WAITING
-    return min(key_tiles, programs / section) < most * computed
-
-
 def plan(
     q: Layout,
     k: Layout,
@@ -740,12 +677,16 @@ def plan(
     grad_out: Layout,
     grads: tuple[Layout, ...],
     padded_queries: int,
-    device_index: int,
-    *,
     scale: float,
     causal: bool,
-) -> Callable[..., None]:
-    """Returns what writes the gradients, as `two_passes.plan` does."""
+) -> tuple[Layout, Layout, Callable[..., None]]:
+    """Returns the layouts of the counters, which begin at zero, and of the sums of ∂Q, and what
+    writes the gradients: run((q, k, v, grad_out), (lse_log2, delta, counters, sums), (grad_q,
+    grad_k, grad_v), cu_seqlens).
+
+    The layouts are 4D. lse_log2 and delta are fp32 and dense, their rows padded to a multiple of
+    128 with +inf and 0: 2^(· − ∞) = 0 keeps what lies beyond the last query out of every sum.
+    """
     num_batches, num_heads, num_queries, head_dim = q.shape
     num_key_heads, num_keys = k.shape[1:3]
     group = num_heads // num_key_heads
@@ -755,16 +696,14 @@ def plan(
     num_tiles = -(-num_queries // block_q)
     key_tiles = -(-num_keys // BLOCK_K.value)
     num_work_tiles = key_tiles * num_key_heads_total
-    programs = num_multiprocessors(device_index)
+    programs = num_multiprocessors(q.device.index)
     tail = TAILS[head_dim]
     # Two parts a tile, of 64 × 64 or of a tail's columns, 256 numbers a row.
     second_rows = tail // 4 or 16
     dq_accum_shape = (num_heads_total * num_tiles * (16 + second_rows), 256)
-    # No program adds to a tile whose queries see no key.
-    empty = torch.zeros if causal and num_queries > num_keys else torch.empty
     statistics = rows_of(num_heads_total * padded_queries, block_q)
     first, second = (
-        described_as(dq_accum_shape, (256, 1), torch.float32, (rows, 256), fp32_layout(2))
+        described_as(dq_accum_shape, (256, 1), torch.float32, (rows, 256))
         for rows in (16, second_rows)
     )
     _, grad_k, grad_v = grads
@@ -775,6 +714,8 @@ def plan(
         (statistics,),
         (first, second if tail else None),
     ]
+    # No program adds to a tile of ∂Q before this one: its queries see no key.
+    first_tile = max(0, num_queries - num_keys) // block_q if causal else 0
     steps = num_tiles * group
     section = _section(num_key_heads_total, key_tiles, steps, causal, programs)
     order = (section, run_of(steps) if causal else 1)
@@ -798,18 +739,18 @@ def plan(
         hopper_bwd_convert_kernel,
         (num_tiles * 2, num_heads, num_batches),
         {"HEAD_DIM": head_dim, "TAIL": tail, "BLOCK_Q": block_q},
-        (*grads[0].strides[:3], num_queries, num_tiles, scale),
+        (grads[0].strides[:3], num_queries, num_tiles, first_tile, scale),
     )
 
-    def run(inputs, statistics, grads, _) -> None:
+    def run(inputs, scratch, grads, _) -> None:
         q, k, v, grad_out = inputs
         grad_q, grad_k, grad_v = grads
-        dq_accum = empty(dq_accum_shape, dtype=torch.float32, device=q.device)
-        # The counter of work tiles, alone on its 16 bytes; then how far each of them has come.
-        num_counters = 4 + num_work_tiles * WRITERS.value
-        counters = torch.zeros(num_counters, dtype=torch.int32, device=q.device)
-        tensors = (q, grad_out, k, v, grad_k, grad_v, *statistics, dq_accum)
-        launch(tensors, counters[4:], counters)
-        convert(dq_accum, grad_q)
+        lse_log2, delta, counters, sums = scratch
+        launch(q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, sums, counters)
+        convert(sums, grad_q)
 
-    return run
+    # The counter of work tiles, alone on its 16 bytes; then how far each of them has come.
+    num_counters = FIRST_SEMAPHORE.value + num_work_tiles * WRITERS.value
+    counters = Layout((num_counters,), (1,), torch.int32, q.device, True)
+    sums = Layout(dq_accum_shape, (256, 1), torch.float32, q.device, True)
+    return counters, sums, run

@@ -10,11 +10,8 @@ settled here, and `not_loading` of ../tiles.py says whether the kernels load wit
 one.
 """
 
-import copy
-import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.launch import REMEMBERED, Launch, is_hooked, unhooked
+from labkit.kernels.launch import REMEMBERED, Launch, current_stream, handed_on, is_hooked
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -82,20 +79,16 @@ TAILS = {64: 0, 72: 16, 80: 16, 96: 32, 128: 0}
 SHARERS = 6
 STEPS_OF_A_RUN = 64
 
+# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
+# anew.
+LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "section", "run")
+LENGTHS += ("num_splits", "padded_queries", "num_tiles", "first_tile", "num_work_tiles")
+
 # By the number of consumers: the warps' equal shares of the register file at the start, and what a
 # consumer has of it once the warps that only move tiles have given all but 24 of their own away.
 START_REGISTERS = {2: 168, 3: 128}
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 PRODUCER_REGISTERS = gl.constexpr(24)
-
-
-def launch_options(consumers: int) -> dict[str, int]:
-    """Returns the options of a launch, with what its kernel takes as REGISTERS."""
-    return {
-        "num_warps": 4,
-        "maxnreg": START_REGISTERS[consumers],
-        "REGISTERS": CONSUMER_REGISTERS[consumers],
-    }
 
 
 @gluon.constexpr_function
@@ -183,23 +176,18 @@ class Ring:
         mbarrier.arrive(self.empty.index(j % self.NUM), count=1, pred=pred)
 
     @gluon.jit
+    def whole(self, place):
+        """The tile in a place, as it is loaded and stored."""
+        return [part.index(place) for part in self.tiles]
+
+    @gluon.jit
     def at(self, place):
         """The tile in a place, as (rows, columns)."""
-        return [part.index(place).reshape([part.shape[3], part.shape[4]]) for part in self.tiles]
+        return [part.reshape([part.shape[2], part.shape[3]]) for part in self.whole(place)]
 
     @gluon.jit
     def tile(self, j):
         return self.at(j % self.NUM)
-
-    @gluon.jit
-    def store(self, j, descs, batch, head, row):
-        """Starts to write what has been put into a tile to rows of another tensor; those past its
-        end are left out.
-        """
-        fence_async_shared()
-        for i in gl.static_range(len(descs)):
-            tile = self.tiles[i].index(j % self.NUM)
-            async_store(descs[i], [batch, head, row, i * 64], tile)
 
 
 @gluon.jit
@@ -264,10 +252,16 @@ def finished(acc, LATER: gl.constexpr):
 
 
 @gluon.jit
-def put(acc, tile):
-    """Writes accumulators to a tile."""
+def store(acc, tile, descs, batch, head, row):
+    """Starts to write accumulators, through a tile in shared memory, to 64 rows of a tensor; those
+    past its end are left out.
+    """
     for i in gl.static_range(len(tile)):
-        tile[i].store(to_low(acc[i], tile[i].dtype))
+        part = tile[i].reshape([64, tile[i].shape[3]])
+        part.store(to_low(acc[i], part.dtype))
+    fence_async_shared()
+    for i in gl.static_range(len(tile)):
+        async_store(descs[i], [batch, head, row, i * 64], tile[i])
 
 
 @gluon.jit
@@ -286,6 +280,10 @@ def counting(NUM: gl.constexpr):
 class Queue:
     """Numbers of work tiles, which one warp takes from a counter and hands to the others, one a
     turn, through two slots.
+
+    compute-sanitizer's racecheck reports hazards between `hand` and `number`, for it does not
+    follow mbarriers across warps: every arrive is preceded by a barrier of its warpgroup, as the
+    PTX shows, and memcheck is clean.
     """
 
     numbers: Value
@@ -355,32 +353,25 @@ def run_of(longest: int) -> int:
     return max(1, longest // STEPS_OF_A_RUN)
 
 
-@functools.cache
-def tile_layout(num_columns: int) -> gl.NVMMASharedLayout:
-    """The layout of tiles of 16-bit numbers; 128 columns lie as two times 64."""
-    swizzle = min(128, 2 * num_columns)
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
-
-
-@functools.cache
-def fp32_layout(rank: int) -> gl.NVMMASharedLayout:
-    """The layout of fp32 statistics and sums: one after the other."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
-
-
 def described_as(
-    shape: tuple, strides: tuple, dtype: torch.dtype, block: tuple, layout
+    shape: tuple, strides: tuple, dtype: torch.dtype, block: tuple
 ) -> TensorDescriptor:
-    """Describes tiles of a tensor whose place a tensor without elements takes."""
+    """Describes tiles of a tensor whose place a tensor without elements takes.
+
+    Of 16-bit numbers 128 columns lie as two times 64; fp32 ones lie one after the other.
+    """
     # A dimension of one element may have any stride, of which TMA would still ask for a multiple of
     # 16 bytes.
     outer = [
         shape[-1] if size == 1 else stride
         for size, stride in zip(shape[:-1], strides[:-1], strict=True)
     ]
-    return TensorDescriptor(
-        torch.empty(0, dtype=dtype), list(shape), [*outer, 1], list(block), layout
+    swizzle = 0 if dtype == torch.float32 else min(128, 2 * block[-1])
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=len(block)
     )
+    base = torch.empty(0, dtype=dtype)
+    return TensorDescriptor(base, list(shape), [*outer, 1], list(block), layout)
 
 
 def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
@@ -394,24 +385,22 @@ def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
     shape, strides, dtype, *_ = x_BHSD
 
     def described(num_columns: int) -> TensorDescriptor:
-        block = (1, 1, num_rows, num_columns)
-        return described_as(shape, strides, dtype, block, tile_layout(num_columns))
+        return described_as(shape, strides, dtype, (1, 1, num_rows, num_columns))
 
     return described(64 if tail else shape[-1]), described(tail) if tail else None
 
 
 def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
     """Describes runs of num_rows row statistics, of all heads one after another."""
-    return described_as((num_elements,), (1,), torch.float32, (num_rows,), fp32_layout(1))
+    return described_as((num_elements,), (1,), torch.float32, (num_rows,))
 
 
 class TileLaunch:
-    """The launch of a kernel whose first parameters are tiles: called with the tensors, then with
-    what follows.
+    """The launch of a kernel whose first parameters are tiles: called with all of its tensors.
 
     Tiles are described to the device by tensor maps, up to 14 a launch, which Triton encodes anew
     in every call. Of fixed layouts they depend on the addresses alone, which recur from step to
-    step: the maps of those seen are kept.
+    step: what was handed to the launch is kept.
     """
 
     def __init__(
@@ -423,71 +412,40 @@ class TileLaunch:
         constants: dict,
         consumers: int,
     ):
-        """`tiles`: of each of those tensors, the descriptions that the kernel takes."""
-        self.launch = Launch(kernel, grid, constants | launch_options(consumers), numbers)
+        """`tiles`: of each of the first tensors, the descriptions that the kernel takes."""
+        registers = CONSUMER_REGISTERS[consumers]
+        options = {"num_warps": 4, "maxnreg": START_REGISTERS[consumers], "REGISTERS": registers}
+        self.launch = Launch(kernel, grid, constants | options, numbers)
         self.tiles = tiles
-        self.run_encoded = self.encode = None
-        self.maps: dict[tuple[int | None, ...], list] = {}
+        self.launcher = None
+        self.handed: dict[tuple[int | None, ...], tuple] = {}
 
-    def __call__(self, tensors: Sequence[Tensor | None], *others) -> None:
-        if self.encode is None or is_hooked():
-            self.launch(*self._placed(tensors), *others)
-            if self.launch.compiled is not None and self.run_encoded is None:
-                self.run_encoded, self.encode = _encoded(self.launch)
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if self.launch.compiled is None or is_hooked():
+            self.launch(*self._placed(tensors), *tensors[len(self.tiles) :])
             return
-        addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
-        maps = self.maps.get(addresses)
-        if maps is None:
-            if len(self.maps) >= REMEMBERED:
-                self.maps.clear()
-            maps = self.maps[addresses] = self.encode(self._placed(tensors))
-        self.run_encoded(*maps, *others, *self.launch.last)
+        addresses = (current_stream(), *[None if x is None else x.data_ptr() for x in tensors])
+        handed = self.handed.get(addresses)
+        if handed is None:
+            if len(self.handed) >= REMEMBERED:
+                self.handed.clear()
+            others = addresses[1 + len(self.tiles) :]
+            arguments = (*self._placed(tensors), *others, *self.launch.last)
+            facts = (self.launch.compiled, self.launch.grid, addresses[0])
+            self.launcher, handed = handed_on(*facts, arguments)
+            self.handed[addresses] = handed
+        self.launcher(*handed)
 
-    def _placed(self, tensors: Sequence[Tensor]) -> list[TensorDescriptor | None]:
-        return [
-            _placed(description, x)
-            for x, descriptions in zip(tensors, self.tiles, strict=True)
-            for description in descriptions
-        ]
-
-
-def _placed(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
-    """Returns these tiles of a tensor that starts on a 16-byte boundary; Triton's checks take
-    longer than a launch.
-    """
-    if tiles is None:
-        return None
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(tiles.__dict__, base=x)
-    return descriptor
-
-
-def _encoded(launch: Launch) -> tuple[Callable[..., None], Callable[[list], list] | None]:
-    """Returns what runs a compiled kernel on encoded tiles, and what encodes them.
-
-    Triton 3.6 to 3.9 keep both in the function that it launches with. Elsewhere the second is None:
-    tiles are then encoded in every call.
-    """
-    run = launch.compiled.run
-    try:
-        variables = inspect.getclosurevars(run.launch)
-        names = {**variables.globals, **variables.nonlocals}
-        launcher = names["launcher"]
-        encode_tile = names["make_tensordesc_arg"]
-        facts = names["tensordesc_meta"]
-        unused = (None,) * (encode_tile.__code__.co_argcount - 2)
-    except (AttributeError, KeyError, TypeError):
-        return launch.run, None
-    if not facts or None in facts:
-        return launch.run, None
-    plain = copy.copy(run)
-    plain.launch = launcher
-
-    def encode(placed: list[TensorDescriptor | None]) -> list:
-        arguments = []
-        remaining = iter(facts)
-        for tiles in placed:
-            arguments += (None,) if tiles is None else encode_tile(tiles, next(remaining), *unused)
-        return arguments
-
-    return unhooked(launch.compiled, launch.grid, plain), encode
+    def _placed(self, tensors: Sequence[Tensor | None]) -> list[TensorDescriptor | None]:
+        """Returns tiles of tensors that start on 16-byte boundaries; Triton's checks take longer
+        than a launch.
+        """
+        placed = []
+        for x, descriptions in zip(tensors, self.tiles, strict=False):
+            for tiles in descriptions:
+                descriptor = None
+                if tiles is not None:
+                    descriptor = object.__new__(TensorDescriptor)
+                    descriptor.__dict__.update(tiles.__dict__, base=x)
+                placed.append(descriptor)
+        return placed
