@@ -91,12 +91,15 @@ def handed_on(compiled, grid: tuple[int, ...], stream: int, arguments: tuple) ->
 
 
 def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Returns what launches a compiled kernel without tiles like `compiled[grid]`, but gathers
-    nothing for hooks and calls none.
+    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks
+    and calls none.
     """
+    device, stream = driver.active.get_current_device, driver.active.get_current_stream
+    if isinstance(compiled.run.launch, FunctionType):  # it encodes tiles, in every call
+        facts = (compiled.function, compiled.packed_metadata, None, None, None)
+        return lambda *arguments: compiled.run(*grid, stream(device()), *facts, *arguments)
     launcher, (*before, last) = handed_on(compiled, grid, 0, ("the only argument",))
     facts = before[4:]  # behind the grid and the stream
-    device, stream = driver.active.get_current_device, driver.active.get_current_stream
     if isinstance(last, tuple):  # Triton 3.9 hands the arguments on as one
         return lambda *arguments: launcher(*grid, stream(device()), *facts, arguments)
     return lambda *arguments: launcher(*grid, stream(device()), *facts, *arguments)
