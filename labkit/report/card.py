@@ -85,15 +85,16 @@ def page(chapters: Chapters, keyed: Mapping[str, tuple[str, str]]) -> str:
         chapters: those with records; keyed: by key a fact's sentence and the heading of its
             section.
     """
+    rivals = frame_of(chapters, "06_flash_attention", "rivals")
     parts = [
         f"# {title(first_of(chapters))}",
         _provenance_line(chapters),
         *_ladder_part(chapters),
         *_part(
             "Which attention?",
-            attention_table(frame_of(chapters, "06_flash_attention", "rivals")),
-            f"Device time in bf16, in a burst, of {listing(ATTENTION.values())}. Chapter 06 "
-            "has them at the power limit, where order can change.",
+            attention_table(rivals),
+            f"Device time in bf16, in a burst, of {_entrants(rivals)}. Chapter 06 has them at the "
+            "power limit, where order can change.",
         ),
         *_fits_part(chapters),
     ]
@@ -238,6 +239,15 @@ def _ladder_part(chapters: Chapters) -> list[str]:
 
 
 # ---- attention -----------------------------------------------------------------------------------
+
+
+def _entrants(rivals: pd.DataFrame) -> str:
+    """Returns which implementations were measured, and which were not."""
+    phases = usable(rivals, "phase")["phase"]
+    impls = {phase.split(" ")[0] for phase in phases}
+    text = listing([name for impl, name in ATTENTION.items() if impl in impls])
+    others = [name for impl, name in ATTENTION.items() if impl not in impls]
+    return f"{text} (not measured: {listing(others)})" if others else text
 
 
 def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
