@@ -245,9 +245,11 @@ def _entrants(rivals: pd.DataFrame) -> str:
     """Returns which implementations were measured, and which were not."""
     phases = usable(rivals, "phase")["phase"]
     impls = {phase.split(" ")[0] for phase in phases}
-    text = listing([name for impl, name in ATTENTION.items() if impl in impls])
-    others = [name for impl, name in ATTENTION.items() if impl not in impls]
-    return f"{text} (not measured: {listing(others)})" if others else text
+    measured = [name for impl, name in ATTENTION.items() if impl in impls]
+    others = [name for name in ATTENTION.values() if name not in measured]
+    if not measured or not others:
+        return listing(ATTENTION.values())
+    return f"{listing(measured)} (not measured: {listing(others)})"
 
 
 def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:

@@ -87,16 +87,17 @@ def shown(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def steps_figure(rows: pd.DataFrame) -> Figure:
-    """Draws the step of every way, median with p20 and p80, a panel a model; the line is a rank
-    alone.
+    """Draws the step of every way, median with p20 and p80, a panel a model, no bar where one does
+    not have it; the line is a rank alone.
     """
     sizes = rows.groupby("size", sort=False)
     figure, axes = figures.panels(len(sizes), height=3.0)
     for axis, (size, ways) in zip(axes, sizes, strict=True):
+        ways = ways.set_index("phase").reindex(rows["phase"].unique())
         median = ways["median_ms"]
         ends = [median - ways["p20_ms"], ways["p80_ms"] - median]
-        axis.barh(ways["phase"], median, xerr=ends, color="#56b4e9")
-        axis.axvline(median.iloc[0], color="black")
+        axis.barh(ways.index, median, xerr=ends, color="#56b4e9")
+        axis.axvline(median.get("alone", 0), color="black")
         axis.set(title=size_name(size), xlabel="step (ms)")
         axis.invert_yaxis()
         axis.label_outer()
