@@ -213,7 +213,9 @@ def split_table(steps: pd.DataFrame) -> pd.DataFrame:
     rows["added, idle"] = rows["added"] + rows["idle"]
     rows["drift, rest"] = rows["drift"] + rows["remainder"]
     columns = ["ratio", "exposed", "contention", "added, idle", "saved", "drift, rest"]
-    return rows.set_index("phase")[columns].mul(100).round(1).rename_axis("way").reset_index()
+    # Adding 0 leaves no −0.
+    percents = rows.set_index("phase")[columns].mul(100).round(1) + 0.0
+    return percents.rename_axis("way").reset_index()
 
 
 BOARD = {

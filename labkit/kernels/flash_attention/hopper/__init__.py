@@ -1,3 +1,1 @@
-"""Attention in Gluon for Hopper: tiles.py is what the kernels share; forward.py, then one_pass.py
-or two_passes.py.
-"""
+"""Attention in Gluon for Hopper: tiles.py is what forward.py and one_pass.py share."""
