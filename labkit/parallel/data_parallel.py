@@ -338,7 +338,7 @@ class NaiveDataParallel(_DataParallel):
 
 
 class FlatDataParallel(_DataParallel):
-    """One all-reduce of all gradients in one buffer (one a dtype), after backward."""
+    """One all-reduce of all gradients together (one a dtype), after backward."""
 
     _bucket_bytes = float("inf")
 
