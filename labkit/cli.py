@@ -488,9 +488,14 @@ def plan(
 
     is_file = model.endswith(".json")
     config = report.read_config(Path(model)) if is_file else model_config(model)
-    names = "d_model", "d_ff", "num_layers", "num_heads", "vocab_size"
-    free = zip(names, (d_model, d_ff, layers, heads, vocabulary), strict=True)
-    config = replace(config, **{name: value for name, value in free if value})
+    free = {
+        "d_model": d_model,
+        "d_ff": d_ff,
+        "num_layers": layers,
+        "num_heads": heads,
+        "vocab_size": vocabulary,
+    }
+    config = replace(config, **{name: value for name, value in free.items() if value})
     if not config.head_dim and config.d_model % config.num_heads:
         raise RequestError(f"{config.num_heads} heads do not divide the width {config.d_model}")
     setting = report.Setting(

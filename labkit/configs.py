@@ -235,10 +235,6 @@ class Rivalry:
     causal: bool
 
 
-LEADERBOARD = Rivalry(1, 16, 16384, 64, True)
-"""The shape of a public course leaderboard: the time of forward and backward together."""
-
-
 class Grid:
     """The cases of one notebook in one profile; its attributes are the notebook's keys in
     `data/grids.toml`.

@@ -379,10 +379,13 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
     """Returns the folder with the notebook's records of `device`: that of several in one machine,
     "2x-<device>", of the most where there are such, else its own.
     """
-    holders = {path.parent.parent.name for path in root.glob(f"*/records/{notebook}.jsonl")}
     several = re.compile(rf"(\d+)x-{re.escape(device)}")
-    counts = [int(match[1]) for match in map(several.fullmatch, holders) if match]
-    return root / (f"{max(counts)}x-{device}" if counts else device)
+    matches = (
+        several.fullmatch(path.parent.parent.name)
+        for path in root.glob(f"*/records/{notebook}.jsonl")
+    )
+    most = max((int(match[1]) for match in matches if match), default=0)
+    return root / (f"{most}x-{device}" if most else device)
 
 
 def measured_devices(root: Path) -> list[str]:

@@ -69,8 +69,8 @@ def cases(
     is_cuda = device_kind == "cuda"
     # On the only GPU of a machine every other case is skipped: nothing there needs a ceiling. A
     # machine without GPUs lists the cases of another.
-    is_alone = torch.cuda.device_count() == 1
-    planned = ceiling_cases(grid.ceilings, limit_s) if is_cuda and not is_alone else []
+    is_shared = is_cuda and torch.cuda.device_count() != 1
+    planned = ceiling_cases(grid.ceilings, limit_s) if is_shared else []
     if "8b" in workload:
         case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
         planned.append(Case("8b", case, tuple(step_8b.WAYS), grid.board_timeout_s))

@@ -126,10 +126,15 @@ def resident(step: Step) -> list[Tensor]:
     return [*step.model.parameters(), *inputs, *gradients(step), *optimizer_state(step)]
 
 
-def _make_state(step: Step, case: Case, phase: str) -> None:
-    """Makes what stays from step to step, before a phase; raises Skip for one without room."""
-    if reason := lacking_room(step.device, case.parameters, phase):
+def _check_room(step: Step, case: Case, phase: str) -> None:
+    """Raises Skip for a phase that lacks room, before anything of it is allocated."""
+    reason = lacking_room(step.device, case.parameters, phase)
+    if reason:
         raise Skip(reason)
+
+
+def _make_state(step: Step, phase: str) -> None:
+    """Makes what stays from step to step, before a phase."""
     if phase == "train_step":
         # The optimizer's state, watched: on a CPU the size of what a step frees, as a course's
         # optimizer frees its moments, is known only if it was allocated under watch.
@@ -144,9 +149,10 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     counts beside tensors: workspaces of libraries, and what it rounds sizes up to; `made_bytes` of
     what a forward pass leaves.
     """
+    _check_room(step, case, phase)
     # Libraries take their workspaces at their first call in each thread.
     step.loss_on(step.tokens[:1, :16], step.targets[:1, :16]).backward()
-    _make_state(step, case, phase)
+    _make_state(step, phase)
     empty_cache(step.device)
     usage = measure_usage(getattr(step, phase), step.device.kind)
     if phase != "inference" and not torch.isfinite(usage.result):
@@ -183,7 +189,8 @@ def _peak_bytes(step: Step, added: int) -> dict[str, int | None]:
 
 def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     """Records every allocation of a step that is like all later ones."""
-    _make_state(step, case, phase)
+    _check_room(step, case, phase)
+    _make_state(step, phase)
     with Recorder(step.device.kind, resident(step)) as recorder:
 
         def part(name: str) -> contextlib.AbstractContextManager:

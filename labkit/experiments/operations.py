@@ -590,7 +590,8 @@ def watched(device: Device, parameters: dict) -> Watched:
     if operation == "model":
         sizes = {name: parameters[name] for name in MODEL}
         config = ModelConfig("bench", "a case's", **sizes)
-        batch, context = parameters["batch"], parameters["context_length"]
+        batch = parameters["batch"]
+        context = parameters["context_length"]
         shape = batch, context, config.vocab_size
         return Model(
             **given,

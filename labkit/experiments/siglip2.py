@@ -306,17 +306,22 @@ def _module(batch: Batch, module: str, impl: str) -> tuple[Callable, Callable]:
     x, residual = (value.requires_grad_() for value in values)
     packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
     seed = torch.tensor(0, device=x.device) if model.step >= ATTENTION else None
-    forward = {
-        "embeddings": lambda: [model.embed(batch.patches, batch.grids, packing)],
-        "LayerNorm": lambda: add_and_norm(norm, x, residual, model.step)[:2],
-        "attention": lambda: [layer.self_attn(x, None, packing, seed)],
-        "MLP": lambda: [layer.mlp(x, None)],
-        "layer": lambda: layer(x, residual, packing, seed),
+    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
+    part, inputs, forward = {
+        "embeddings": (
+            embeddings,
+            [],
+            lambda: (model.embed(batch.patches, batch.grids, packing),),
+        ),
+        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
+        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, packing, seed),)),
+        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
+        "layer": (layer, [x, residual], lambda: layer(x, residual, packing, seed)),
     }[module]
+    # A part that is cut off from one of them raises.
+    leaves = [*inputs, *part.parameters()]
     grads = [torch.randn_like(out) for out in forward()]
-    # A part reads some of them; of the others there is no gradient to compute.
-    leaves = [x, residual, *model.parameters()]
-    return forward, lambda: torch.autograd.grad(forward(), leaves, grads, allow_unused=True)
+    return forward, lambda: torch.autograd.grad(forward(), leaves, grads)
 
 
 def _live(make: Callable[[Batch], Work]) -> Callable:
@@ -337,7 +342,9 @@ def _measure(work: Work, case: Case, phase: str, ceilings: dict[str, float]) -> 
     """Returns a call launched, replayed from a CUDA graph and, of counted FLOPs, run back to
     back.
     """
-    device, call, precision = work.device, work.calls[phase], case.parameters["precision"]
+    device = work.device
+    call = work.calls[phase]
+    precision = case.parameters["precision"]
     limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
     times, metrics = timed_with_peak(device, time_callable, call, **limits)
     metrics["call_ms"] = times.timing.metrics()["host_median_ms"]
@@ -411,7 +418,8 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
     for each in (impl, "eager"):
         results = _results(size, precision, each, dtype, device.kind)
         errors[each] = {name: relative_error(x, exact[name]) for name, x in results.items()}
-    ours, eager = errors[impl], errors["eager"]
+    ours = errors[impl]
+    eager = errors["eager"]
     # The exact gradient of k's bias is zero: softmax does not see it.
     gradients = [x for x in exact if x != "out" and not x.endswith("k_proj.bias")]
     worst = max(gradients, key=lambda name: ours[name] / eager[name])

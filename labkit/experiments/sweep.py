@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -528,13 +528,12 @@ class Session:
 
     def _run_section(self, section: str, cases: list[Case], progress: "Progress") -> None:
         counts = Counter()
+        outcomes = self._shared if section in SESSION_SECTIONS else self._settled
         try:
             for case in cases:
                 label = " ".join([section, *map(str, case.parameters.values())])
                 with progress.step(self, case, f"{self.notebook[:2]} {label}"):
-                    is_shared = section in SESSION_SECTIONS
-                    outcomes = self._shared(case) if is_shared else self._settled(case)
-                    for phase, measured in outcomes:
+                    for phase, measured in outcomes(case):
                         self.store.append(self._record(case, phase, measured))
                         counts[measured.status] += 1
                         if section == SESSION_SECTION and measured.status == "ok":
@@ -713,12 +712,13 @@ def rehearse(sessions: Sequence[Session]) -> None:
         return
     print(f"Compiling what {len(cases)} cases need, {num_workers} at a time", file=sys.stderr)
     workers: list[_Worker] = []
-    idle: dict[str, list[_Worker]] = defaultdict(list)
+    idle: dict[str, list[_Worker]] = {module_name: [] for module_name, _ in cases}
 
     def rehearse_case(module_name: str, case: Case) -> None:
         # One that has compiled a case of this chapter is up already.
-        worker = idle[module_name].pop() if idle[module_name] else None
-        if worker is None:
+        try:
+            worker = idle[module_name].pop()
+        except IndexError:  # asked before, it might be gone to another thread
             worker = _Worker(module_name, is_rehearsal=True)
             workers.append(worker)
         case = replace(case, time_limit_s=0.0, sustained=())

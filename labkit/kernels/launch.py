@@ -85,8 +85,7 @@ def handed_on(compiled, grid: tuple[int, ...], stream: int, arguments: tuple) ->
         encode = {**cells, "launcher": CellType(run.launch)}
         run.launch = FunctionType(code, launcher.__globals__, closure=tuple(encode.values()))
         launcher = cells["launcher"].cell_contents
-    metadata = compiled.packed_metadata
-    run(*grid, stream, compiled.function, metadata, None, None, None, *arguments)
+    run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
     return launcher, recorded[0]
 
 
@@ -94,15 +93,14 @@ def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
     """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks
     and calls none.
     """
-    device, stream = driver.active.get_current_device, driver.active.get_current_stream
     if isinstance(compiled.run.launch, FunctionType):  # it encodes tiles, in every call
         facts = (compiled.function, compiled.packed_metadata, None, None, None)
-        return lambda *arguments: compiled.run(*grid, stream(device()), *facts, *arguments)
+        return lambda *arguments: compiled.run(*grid, current_stream(), *facts, *arguments)
     launcher, (*before, last) = handed_on(compiled, grid, 0, ("the only argument",))
     facts = before[4:]  # behind the grid and the stream
     if isinstance(last, tuple):  # Triton 3.9 hands the arguments on as one
-        return lambda *arguments: launcher(*grid, stream(device()), *facts, arguments)
-    return lambda *arguments: launcher(*grid, stream(device()), *facts, *arguments)
+        return lambda *arguments: launcher(*grid, current_stream(), *facts, arguments)
+    return lambda *arguments: launcher(*grid, current_stream(), *facts, *arguments)
 
 
 class Launcher:

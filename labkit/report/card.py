@@ -247,9 +247,8 @@ def _entrants(rivals: pd.DataFrame) -> str:
     impls = {phase.split(" ")[0] for phase in phases}
     measured = [name for impl, name in ATTENTION.items() if impl in impls]
     others = [name for name in ATTENTION.values() if name not in measured]
-    if not measured or not others:
-        return listing(ATTENTION.values())
-    return f"{listing(measured)} (not measured: {listing(others)})"
+    text = listing(measured)
+    return f"{text} (not measured: {listing(others)})" if others else text
 
 
 def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:

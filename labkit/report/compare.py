@@ -128,7 +128,8 @@ def _difference(chapter: str, base: Row, other: Row) -> str:
         is_roof = base["section"] == SESSION_SECTION
         if isinstance(value, int) and not is_roof and other["observed"].get(name, value) != value:
             return f"{where}: {name} differs"
-    kinds, other_kinds = base["values"], other["values"]
+    kinds = base["values"]
+    other_kinds = other["values"]
     if kinds and not kinds.keys() & other_kinds.keys():
         return f"{where}: {listing(kinds)} against {listing(other_kinds)}"
     return ""

@@ -55,7 +55,7 @@ def listing(items: Iterable[str], limit: int = 9) -> str:
     items = list(items)
     if len(items) > limit:
         items = [*items[:limit], f"{len(items) - limit} more"]
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
 def count(n: int, noun: str) -> str:
