@@ -125,6 +125,13 @@ def test_a_chapter_alone_makes_a_page_that_says_what_is_missing(folder):
         render.rebuild("abacus", output=folder.parent)
 
 
+def test_where_several_gpus_alone_are_measured_the_report_makes_its_folder(tmp_path):
+    several = f"2x-{REFERENCE_DEVICE}"
+    shutil.copytree(FIGURES / several, tmp_path / several)
+    (page,) = render.rebuild(REFERENCE_DEVICE, output=tmp_path)
+    assert page == tmp_path / REFERENCE_DEVICE / "report.md"
+
+
 def made(root: Path) -> dict[str, bytes]:
     """Returns what the devices' records became, by path."""
     patterns = ("*/*.svg", "*/*.ipynb", "*/tables/*.csv", "*/report.md")

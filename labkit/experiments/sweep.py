@@ -670,30 +670,22 @@ def expected_seconds(session: Session, case: Case) -> float:
     return max(0.05, seconds.get(case.section, DEFAULT_S)) * len(case.phases)
 
 
-class Progress:
+class Progress(tqdm):
     """One bar over the cases of several sessions, in expected seconds, with the time left."""
 
     def __init__(self, sessions: Sequence[Session]):
         total = sum(expected_seconds(one, case) for one in sessions for case in one.pending())
         form = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left{postfix}"
         look = {"bar_format": form, "file": sys.stderr, "mininterval": 1.0}
-        self._bar = tqdm(total=total, disable=not total, **look)
+        super().__init__(total=total, disable=not total, **look)
 
     @contextlib.contextmanager
     def step(self, session: Session, case: Case, label: str) -> Iterator[None]:
         """Shows a case while it runs, and counts it when it is done."""
-        self._bar.set_postfix_str(label, refresh=True)
+        self.set_postfix_str(label)
         yield
-        self._bar.update(expected_seconds(session, case))
-
-    def write(self, line: str) -> None:
-        self._bar.write(line, file=sys.stdout)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
+        # In another order, floats add up to a little more than the total.
+        self.update(min(expected_seconds(session, case), self.total - self.n))
 
 
 MOST_REHEARSALS = 12

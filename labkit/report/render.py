@@ -96,6 +96,7 @@ def rebuild(
         if not is_committed:
             place = os.path.relpath(folder_of(root, device, name), folder)
         device_page = device_page.replace(f"../notebooks/{name}.ipynb", f"{place}/{name}.ipynb")
+    folder.mkdir(exist_ok=True)  # where all chapters are of several GPUs, it is new
     written = [write_text_atomic(folder / "report.md", device_page)]
     if output is None and top_level and IS_CLONE:
         text = text.replace("../figures/", f"{root.relative_to(REPOSITORY).as_posix()}/")
