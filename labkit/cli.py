@@ -108,9 +108,9 @@ def run(
     profile: Annotated[
         str,
         typer.Option(
-            help="Grid of cases: smoke; quick, what a first report needs; full; key, the rows of "
-            "full that sentences quote, to be measured in other sessions with --fresh; or auto: "
-            "on a GPU quick, a report, then full; smoke elsewhere."
+            help="Grid of cases: smoke; quick, what a first report needs; key, the rows of full "
+            "that sentences quote, with --fresh in another session; full; or auto: on a GPU "
+            "quick, key and full, a report after each; smoke elsewhere."
         ),
     ] = AUTO_PROFILE,
     output: OutputOption = None,
@@ -155,7 +155,7 @@ def run(
     narrowed = {key: value for key, value in options.items() if key != "own"}
     rounds = [chosen_profile(profile, device.default_profile)]
     if profile == AUTO_PROFILE and device.kind == "cuda" and not options and not fresh:
-        rounds = ["quick", *rounds]
+        rounds = ["quick", "key", *rounds]
     if own:
         from labkit.experiments.bench import OwnSession, own_entrant
     for name in names:

@@ -235,6 +235,7 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
     keyed = {}
     heading = ""
     figure = None
+    unsaid = set()
     for cell in notebook.cells:
         if hidden & set(cell.metadata.get("tags", [])):
             continue
@@ -242,6 +243,7 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
             if cell.source.startswith("## "):
                 heading = cell.source.splitlines()[0].removeprefix("## ")
                 figure = None
+                unsaid.clear()
             # A notebook's title is a chapter's heading here.
             parts.append(re.sub(r"^(#+ )", r"#\1", cell.source, flags=re.MULTILINE))
         for output in cell.get("outputs", []):
@@ -253,15 +255,20 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
                 caption = metadata[FIGURE]["caption"]
                 image = f"../figures/{device}/{metadata[FIGURE]['file']}"
                 text = f"![{caption}]({image})\n\n*{caption}*"
-            elif fact and not text.startswith("- *"):
+            elif fact:
                 sentence = text.removeprefix("- ")
-                if figure is not None:
+                is_told = not sentence.startswith("*")
+                if figure is not None and is_told:
                     # The section's first fact is what the figure shows: its alternative text.
                     alternative = re.sub(r"[\[\]*`]", "", sentence)
                     parts[figure] = f"![{alternative}]" + parts[figure].split("]", 1)[1]
-                    figure = None
+                figure = None
+                if text in unsaid:
+                    continue  # another sentence of this section lacks the same row
+                if not is_told:
+                    unsaid.add(text)
                 # What is marked, or was not measured, is nothing for the first page.
-                if fact["key"] and not fact["marked"]:
+                if is_told and fact["key"] and not fact["marked"]:
                     keyed[fact["key"]] = (sentence, heading)
             if fact and parts[-1].startswith("- "):
                 parts[-1] += f"\n{text}"

@@ -87,11 +87,11 @@ def shares(differences: pd.DataFrame) -> pd.DataFrame:
 def sentence(differences: pd.DataFrame) -> str:
     """Returns how often times of another session come back, "" where none was measured twice."""
     parts = [
-        f"{row['times']} within {percent(LIMITS[row['kind']])} in {percent(row['share'])} of "
-        f"{row['num']:,}"
+        f"{percent(row['share'])} of {row['num']:,} {row['times']} within "
+        f"{percent(LIMITS[row['kind']])}"
         for row in shares(differences).to_dict("records")
     ]
-    return f"In another session come back: {'; '.join(parts)}." if parts else ""
+    return f"Two sessions agree: {', '.join(parts)}." if parts else ""
 
 
 def failed(differences: pd.DataFrame) -> list[str]:
