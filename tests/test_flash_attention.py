@@ -656,19 +656,11 @@ def test_every_head_dimension_is_cut_into_tiles_that_hold_it():
             assert shipped.forward.block_q <= STATISTICS_PADDING
 
 
-def room(shape: tuple[int, int, int, int], transposed: bool) -> Tensor:
-    """Returns room for (B, H, S, D) in fp16, its heads inside the rows if `transposed`."""
-    if not transposed:
-        return torch.empty(shape, dtype=torch.float16, device="cpu")
-    shape = [shape[axis] for axis in (0, 2, 1, 3)]
-    return torch.empty(shape, dtype=torch.float16, device="cpu").transpose(1, 2)
-
-
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @runs_interpreted
 def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
-    """Scaled, in place and at every stride; they lie as the kernel adds them. Of a tile that nobody
-    adds to, zeros.
+    """Scaled, in place, heads inside the rows; they lie as the kernel adds them. Of a tile
+    that nobody adds to, zeros.
     """
     batch, heads, num_queries, block_q = 2, 3, 300, one_pass.BLOCK_Q[head_dim]
     num_tiles = -(-num_queries // block_q)
@@ -686,7 +678,8 @@ def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
     ]
     sums = torch.cat(parts, dim=1).flatten()
     with poisoned_outputs():
-        grad_q = room((batch, heads, num_queries, head_dim), transposed=head_dim == 64)
+        shape = (batch, num_queries, heads, head_dim)
+        grad_q = torch.empty(shape, dtype=torch.float16, device="cpu").transpose(1, 2)
         one_pass.hopper_bwd_convert_kernel[num_tiles * 2, heads, batch](
             sums,
             grad_q,
