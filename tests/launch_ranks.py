@@ -14,14 +14,6 @@ import torch.distributed as dist
 from labkit.parallel.launch import rank_device
 
 
-def wait_for(path: str):
-    """Yields the process once the ranks are connected, and goes on when the file is there."""
-    dist.all_reduce(torch.ones(4))
-    yield os.getpid()
-    while not Path(path).exists():
-        time.sleep(0.02)
-
-
 def end(how: str | int):
     """Yields the rank's process, then rank 1 ends as asked for, by a signal if that is a number,
     while rank 0 waits for it.
@@ -43,14 +35,17 @@ def end(how: str | int):
     yield "after"
 
 
-def start_child():
-    """Yields the rank and its device, a process that it starts in a session of its own, and one
-    that stays in the rank's.
+def start_children(path):
+    """Yields, once the ranks are connected, the rank and its device, a process that it starts in a
+    session of its own, and one that stays in the rank's; goes on when the file is there.
     """
+    dist.all_reduce(torch.ones(4))
     yield dist.get_rank()
     yield str(rank_device())
     for apart in (True, False):
         yield subprocess.Popen(["sleep", "600"], start_new_session=apart).pid
+    while not Path(path).exists():
+        time.sleep(0.02)
 
 
 def kill_guard():

@@ -19,7 +19,6 @@ from labkit.models.transformer import TransformerLM, language_model_loss
 ODD = ModelConfig("odd", "test", d_model=42, d_ff=110, num_layers=3, num_heads=7, vocab_size=97)
 SMALL_CASES = {
     "odd": (ODD, 3, 10),
-    "nano": (SIZES["nano"], 2, 24),
     "one token": (dataclasses.replace(ODD, num_layers=1), 1, 1),
 }
 small_cases = pytest.mark.parametrize(

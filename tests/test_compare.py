@@ -88,7 +88,6 @@ def test_what_is_alike_gets_a_ratio_and_what_is_not_is_named(sides):
 def test_a_page_has_findings_a_figure_and_every_row(sides):
     comparison = compare.Comparison(*sides)
     text = compare.page(comparison, {NOTEBOOK: "01.svg"})
-    assert text.startswith("# b beside a\n")
     assert "Device times, 2 rows: b is" in text and "1 ahead and 1 undecided" in text
     assert "1 row: 01_benchmarking, execution: num_parameters differs." in text
     assert figures.svg(compare.figure(comparison, NOTEBOOK)).startswith(b"<?xml")

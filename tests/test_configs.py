@@ -8,7 +8,7 @@ import re
 import pytest
 
 from labkit import accounting, configs, notebooks
-from labkit.configs import GRIDS, SIZES, RequestError, model_config
+from labkit.configs import SIZES, RequestError, model_config
 
 # edition, d_model, d_ff, num_layers, num_heads, as printed in the two public lists
 PUBLISHED_SIZES = {
@@ -42,11 +42,6 @@ def test_a_bare_xl_is_refused_with_both_names_and_their_true_sizes():
     for name in ("xl-2025", "xl-2026"):
         billions = accounting.num_parameters(model_config(name)) / 1e9
         assert re.search(rf"'{name}' \({billions:.3f} B", str(caught.value))
-
-
-def test_every_notebook_has_a_grid_for_every_profile():
-    assert list(GRIDS) == notebooks.names()
-    assert all(tuple(grids) == configs.PROFILES for grids in GRIDS.values())
 
 
 def test_a_key_that_the_full_grid_lacks_is_named():

@@ -257,7 +257,6 @@ def products(arithmetic: str, width: int) -> list[str]:
     ("family", "arithmetic", "capability", "width"),
     [
         ("any", "16-bit", 86, 64),
-        ("any", "16-bit", 120, 64),
         ("hopper", "bf16x6", 90, 64),
         *more(
             *(
@@ -347,9 +346,9 @@ def check_loads(name: str, compiled) -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "width"),
     [
-        (86, torch.bfloat16, 2560),
         (90, torch.bfloat16, 1600),
         *more(
+            (86, torch.bfloat16, 2560),
             (120, torch.bfloat16, 2560),
             *(
                 (capability, dtype, width)

@@ -37,14 +37,6 @@ forms leave out.
 """
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def test_a_history_adds_up_and_its_phases_lie_between_marks():
     events = [(10, 100, "a"), (20, 50, "b"), (10, -100, ""), (10, 30, "c")]
     history = History(pair_events(events, {5: 1000}), 4, marks=[("one", 1), ("two", 3)])

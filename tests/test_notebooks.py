@@ -2,7 +2,6 @@
 
 import ast
 import errno
-import os
 import re
 import sys
 
@@ -182,12 +181,8 @@ def contents(folder) -> dict:
         (("compare", "cpu-x", "cut"), 1, "01_benchmarking.jsonl, line 2: not JSON"),
         (("compare", "--sessions", "a" * 5000), 2, f"measured on '{'a' * 80}' in"),
         # Records elsewhere are those of no device.
-        (("compare", "--sessions", "../cpu-z"), 2, "nothing has been measured on '../cpu-z'"),
         (("report", "--device", "../cpu-z"), 2, "nothing has been measured on '../cpu-z'"),
-        (("report", "--device", "cut"), 1, "01_benchmarking.jsonl, line 2: not JSON"),
         (("report", "--device", "hollow"), 2, "hollow holds no record"),
-        (("devices",), 1, "01_benchmarking.jsonl, line 2: not JSON"),
-        (("plan", "--device", "abacus"), 2, "no roofs of 'abacus'"),
         (("plan", "abacus"), 2, "unknown size 'abacus'"),
         (("plan", "small", "--heads", "7"), 2, "7 heads do not divide the width 768"),
         (("verify", "empty"), 2, "is no folder of a device"),
@@ -203,7 +198,7 @@ def test_what_cannot_be_done_is_one_line_with_its_exit_code(
         a_record(folder, device)
     a_record(output, "hollow").path.write_text("")
     (output / "empty").mkdir()
-    if "cut" in command or command == ("devices",):
+    if "cut" in command:
         path = a_record(output, "cut").path
         lines = path.read_text().splitlines(keepends=True)
         path.write_text(f"{lines[0]}{lines[1][:40]}\n{lines[1]}")
@@ -215,14 +210,13 @@ def test_what_cannot_be_done_is_one_line_with_its_exit_code(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_a_folder_that_takes_no_file_is_one_line(number, tmp_path, monkeypatch, ended):
+def test_a_folder_that_takes_no_file_is_one_line(tmp_path, monkeypatch, ended):
     def refuse(*_, **options):
-        raise OSError(number, os.strerror(number), "figures")
+        raise PermissionError(errno.EACCES, "Permission denied", "figures")
 
     monkeypatch.setattr(sweep.Session, "__init__", refuse)
     code, said = ended("run", "05", "--profile", "smoke", "--output", tmp_path)
-    assert (code, said) == (1, f"labkit: figures: {os.strerror(number)}\n")
+    assert (code, said) == (1, "labkit: figures: Permission denied\n")
 
 
 def test_output_that_cannot_be_written_is_refused(tmp_path, ended):

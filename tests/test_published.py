@@ -14,11 +14,8 @@ def raw() -> pd.DataFrame:
     return published.load("end_to_end").assign(note=lambda rows: rows["note"].fillna(""))
 
 
-@pytest.fixture(scope="module")
-def undisputed(raw) -> pd.DataFrame:
-    """The rows as printed, without two quotes, sixteen profiled rows and one negative
-    difference.
-    """
+def test_every_undisputed_row_is_read_with_its_own_labels(raw):
+    """All but two quotes, sixteen profiled rows and one negative difference."""
     disputed = (
         (raw["statistic"] != "mean")
         | raw["context_length"].isna()
@@ -26,10 +23,7 @@ def undisputed(raw) -> pd.DataFrame:
         | raw["note"].str.contains("companion_data|profiled_under_nsys")
     )
     assert disputed.sum() == 19
-    return raw[~disputed].reset_index(drop=True)
-
-
-def test_every_undisputed_row_is_read_with_its_own_labels(undisputed):
+    undisputed = raw[~disputed].reset_index(drop=True)
     ours = published.step_times()
     assert ours["published_ms"].equals(undisputed["mean_ms"].rename("published_ms"))
     for row, printed in zip(ours.to_dict("records"), undisputed.to_dict("records"), strict=True):

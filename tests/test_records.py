@@ -124,15 +124,6 @@ def test_a_last_line_torn_at_any_byte_costs_only_itself(store, monkeypatch, caps
         assert store.load() == PHASES
 
 
-def failing(number: int):
-    """Returns a function that fails as the operating system does."""
-
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
 HOLDER = """
 import sys
 from labkit.records import RecordStore
@@ -223,8 +214,12 @@ def test_a_damaged_file_of_a_devices_folder_is_named(tmp_path, name, content, co
 def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
     path.write_text("old")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", failing(errno.EACCES))
+        patched.setattr(os, "replace", refuse)
         with pytest.raises(RecordError, match=r"report\.md: cannot be written \(Permission denied"):
             records.write_text_atomic(path, "new")
     assert path.read_text() == "old"

@@ -155,7 +155,7 @@ def test_every_step_is_within_the_error_budget(impl, dtype):
 
 
 def test_interpreted_the_kernels_are_within_the_error_budget(interpreted):
-    interpreted(check_errors, "fused", torch.float32, "cpu", GRIDS[:3], 1)
+    interpreted(check_errors, "fused", torch.float32, "cpu", GRIDS[:2], 1)
 
 
 @pytest.mark.gpu
