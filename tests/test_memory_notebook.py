@@ -29,6 +29,14 @@ def test_a_bar_of_the_parts_adds_up_to_its_peak():
     assert rows["weights"]["pure bf16"] == rows["weights"]["fp32"] / 2
 
 
+def test_the_recorded_step_says_what_it_holds_at_its_peak():
+    parts = {"activations_at_peak_bytes": 3 * GIB, "gradients_at_peak_bytes": GIB}
+    row = peak(peak_bytes=10 * GIB, num_events=2, **parts)
+    (step,) = report.recording(frame(row | {"precision": "bf16"}, row)).to_dict("records")
+    assert step["precision"] == "fp32"
+    assert (step["activations_fraction"], step["gradients_fraction"]) == (0.3, 0.1)
+
+
 def test_what_a_block_keeps_is_counted_by_operator():
     kept = {"operator": "op", "module": "m", "saved_bytes": 10}
     block = {"status": "ok", "part": "block", "code": "eager", "context": 2048}

@@ -8,6 +8,8 @@ import pytest
 from labkit.report import nsys_analysis as report
 
 CASE = {"size": "2.7b", "context": 512, "attention": "eager"}
+FP32 = {"precision": "fp32"}
+BF16 = {"precision": "bf16"}
 
 
 def captured(precision="fp32", phase="train_step", *, matmul=900.0, copies=0.0, **changes):
@@ -30,6 +32,18 @@ def captured(precision="fp32", phase="train_step", *, matmul=900.0, copies=0.0, 
     row = {**CASE, "precision": precision, "phase": phase, "batch": 4, "status": "ok"}
     told = {"timer_method": "nsys", "disturbed": False, "observed": {"tables": tables}}
     return {**row, **told, **changes}
+
+
+def classes(*rows):
+    return report.by_class(report.tables(pd.DataFrame(rows), "classes"))
+
+
+def test_shares_and_times_of_a_step_are_those_of_its_classes():
+    rows = classes(captured(), captured("bf16", attention="auto"))
+    row = rows.iloc[0]
+    assert row["matmul_ms"] == pytest.approx(2.7) and row["rest_ms"] == pytest.approx(0.1)
+    assert row["total_ms"] == pytest.approx(2.8) and row["matmul_share"] == pytest.approx(2.7 / 2.8)
+    assert rows["way"].tolist() == ["fp32", "bf16, FlashAttention"]
 
 
 def test_softmax_and_products_move_their_fewest_bytes_in_their_time():
