@@ -31,6 +31,7 @@ from labkit import guard
 from labkit.configs import RequestError
 from labkit.experiments import course_adapters, course_tests
 from labkit.experiments.bench import OPERATIONS, bench
+from labkit.experiments.course_tests import BASICS
 
 CONTESTS = {
     "get_flashattention_autograd_function_pytorch": "attention",
@@ -41,9 +42,6 @@ CONTESTS = {
     "get_sharded_optimizer": "optimizer",
 }
 """By adapter the operation that it is timed as."""
-
-BASICS = "cs336-basics"
-"""Folder of the package that the tests import."""
 
 Outcome = dict[str, Any]
 """How a test, or a file of tests, ended: "test", "state" (passed, skipped, failed, timeout, crashed
@@ -89,29 +87,28 @@ def _run_pytest(root: Path, timeout_s: float, left: list[str]) -> Iterator[Outco
     python = root / ".venv/bin/python"
     receiver, sender = multiprocessing.Pipe(duplex=False)
     command = [python if python.is_file() else sys.executable, "-P", course_tests.__file__]
-    # Ranks fork from a process that has imported it; with CUDA that would be too late.
-    preload = "" if torch.cuda.is_available() else "torch._dynamo"
+    # Where CUDA may have begun with PyTorch, it is too late to fork.
+    preload = "sys" if torch.cuda.is_available() else "torch._dynamo"
     command += [str(sender.fileno()), preload, "--color=no", "--rootdir=.", "--tb=short"]
     command += ["-o", "addopts=", "--continue-on-collection-errors", *left]
-    folders = [str(root / BASICS), *filter(None, [os.environ.get("PYTHONPATH")])]
     current = left[0]
     start = time.monotonic()
 
-    def ended(node: str, state: str, reason: str) -> Iterator[Outcome]:
+    def ended(state: str, text: str, prefix: str = "") -> Iterator[Outcome]:
         seconds = time.monotonic() - start
+        state, reason = _ending(state, text)
+        reason = f"{prefix}{reason}"[:200]
         # A file that cannot be imported may be here by its tests.
-        tests = [test for test in left if test == node or test.startswith(f"{node}::")]
+        tests = [test for test in left if f"{test}::".startswith(f"{current}::")]
         for test in tests or left[:1]:
             left.remove(test)
-            yield {"test": test, "state": state, "seconds": seconds, "reason": reason[:200]}
+            yield {"test": test, "state": state, "seconds": seconds, "reason": reason}
 
     with (
-        receiver,
         tempfile.TemporaryFile("w+", errors="replace") as log,
         subprocess.Popen(
             command,
             cwd=root,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -120,27 +117,26 @@ def _run_pytest(root: Path, timeout_s: float, left: list[str]) -> Iterator[Outco
         ) as process,
     ):
         sender.close()
-        state, reason = "timeout", ""
         try:
             while left and receiver.poll(timeout_s):
-                kind, node, *ending = receiver.recv()
-                if kind == "tests":
-                    left[:] = node
-                elif kind == "begin":
-                    current = node
+                node, state, text = receiver.recv()
+                if state == "tests":
+                    left[:] = text
+                    continue
+                current = node
+                if state == "begins":
                     start = time.monotonic()
                 else:
-                    yield from ended(node, *_ending(*ending))
+                    yield from ended(state, text)
+            if left:
+                yield from ended("timeout", "")
         except EOFError:
             code = process.wait(timeout_s)
             log.seek(0)
-            state, reason = _ending("crashed", log.read())
-            reason = f"exit code {code}: {reason}"
+            yield from ended("crashed", log.read(), f"exit code {code}: ")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with its ranks
-        if left:
-            yield from ended(current, state, reason)
 
 
 def _ending(state: str, text: str) -> tuple[str, str]:

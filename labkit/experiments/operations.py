@@ -11,7 +11,6 @@ written once; the ceiling is the session's copy, or its matrix product where pro
 operation.
 """
 
-import contextlib
 import copy
 import functools
 import importlib.metadata
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from triton.errors import TritonError
 
 from labkit import accounting, numerics
 from labkit.configs import PASSES, ModelConfig
@@ -330,6 +330,10 @@ ADAMW_BYTES = 28
 """A step reads a parameter, its gradient and two moments, and writes all but the gradient, fp32."""
 
 
+NO_FP64 = (AssertionError, KeyError, RuntimeError, TypeError, ValueError, TritonError)
+"""What kernels raise that take no fp64, or where it has no room."""
+
+
 @dataclass
 class Made(Watched):
     """An operation whose implementations make something, which stays from call to call.
@@ -394,10 +398,14 @@ class Model(Made):
         # Steps of length 0: the weights stay those of the twin.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         made = [(model, optimizer), (copy.deepcopy(model), None)]
-        with contextlib.suppress(Exception):
+        try:
             exact = copy.deepcopy(model).double(), None
             self.act(exact, "train_step", self.tensors)
             made.insert(1, exact)
+        except NO_FP64:
+            pass
+        except Exception as error:
+            raise Refused(f"its copy in fp64 fails: {error!r}") from None
         return made
 
     def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
