@@ -280,19 +280,19 @@ def row_operation(device: Device, parameters: dict) -> Operation:
     outs = as_tuple(definition.formula(*tensors, *others))
     torch.manual_seed(2)
     if matrices:
-        flops = 2 * rows * sum(matrix.numel() for matrix in matrices)
-        costs = {"forward": {"flops": flops}, "forward_backward": {"flops": 3 * flops}}
+        unit = "flops"
+        forward = 2 * rows * sum(matrix.numel() for matrix in matrices)
+        backward = 2 * forward
     else:
+        unit = "num_bytes"
         forward, backward = (number * tensors[0].nbytes for number in definition.elements)
-        both = forward + backward
-        costs = {"forward": {"num_bytes": forward}, "forward_backward": {"num_bytes": both}}
     return Operation(
         device,
         precision,
         inputs=dict(zip(names, tensors, strict=True)),
         grad_outs=[torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs],
         formula=lambda *inputs, dtype: definition.formula(*(x.to(dtype) for x in inputs), *others),
-        costs=costs,
+        costs={"forward": {unit: forward}, "forward_backward": {unit: forward + backward}},
         terms=dict.fromkeys(("out", *(f"d{each}" for each in names)), max(rows, columns)),
         implementations=IMPLEMENTATIONS[name],
         baseline="ours",
