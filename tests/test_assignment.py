@@ -63,9 +63,11 @@ def checkout(monkeypatch, tmp_path):
 
 def test_every_end_of_a_test_is_named_and_the_others_go_on(checkout):
     (checkout / "tests/test_broken.py").write_text("import nowhere")
-    *found, broken = assignment.run_tests(checkout, timeout_s=8)
-    assert len(found) == 8 and broken["test"] == "tests/test_broken.py"
-    assert broken["state"] == "failed" and "No module named 'nowhere'" in broken["reason"]
+    (checkout / "tests/test_ends.py").write_text("import os\nos._exit(5)")
+    broken, ended, *found = assignment.run_tests(checkout, timeout_s=8)
+    assert ended["test"] == "tests/test_ends.py" and "exit code 5" in ended["reason"]
+    assert broken["test"] == "tests/test_broken.py" and broken["state"] == "failed"
+    assert "No module named 'nowhere'" in broken["reason"] and len(found) == 8
     for outcome in found:
         name = outcome["test"].split("::test_")[1].removesuffix("[a]")
         assert outcome["state"] == name.split("_")[0]

@@ -1,13 +1,14 @@
 """`labkit course`: a checkout of assignment 2 of Stanford's CS336, either edition, as it stands.
 
-Each of its tests runs in a process of its own. What its tests/adapters.py has filled in joins the
-contests of `bench`.
+Its tests run in one process, up to one that crashes or hangs; the others go on in the next. What
+its tests/adapters.py has filled in joins the contests of `bench`.
 """
 
 import ast
 import contextlib
 import functools
 import hashlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -28,8 +29,9 @@ from torch import Tensor, nn
 
 from labkit import guard
 from labkit.configs import RequestError
-from labkit.experiments import course_adapters
+from labkit.experiments import course_adapters, course_tests
 from labkit.experiments.bench import OPERATIONS, bench
+from labkit.experiments.course_tests import BASICS
 
 CONTESTS = {
     "get_flashattention_autograd_function_pytorch": "attention",
@@ -40,9 +42,6 @@ CONTESTS = {
     "get_sharded_optimizer": "optimizer",
 }
 """By adapter the operation that it is timed as."""
-
-BASICS = "cs336-basics"
-"""Folder of the package that the tests import."""
 
 Outcome = dict[str, Any]
 """How a test, or a file of tests, ended: "test", "state" (passed, skipped, failed, timeout, crashed
@@ -58,23 +57,17 @@ def run_tests(
 ) -> Iterator[Outcome]:
     """Yields how the tests that are named, or all, ended, by the Python of .venv if there is one.
 
-    Each has a process of its own, which may hang or end. Raises RequestError for a folder without
-    tests.
+    They share a process; one that crashes or hangs ends it, and the others go on in the next.
+    Raises RequestError for a folder without tests.
     """
     guard.move_temporary_files()
     files = sorted(f"tests/{path.name}" for path in root.glob("tests/test_*.py"))
     if not files:
         kind = "a checkout of stanford-cs336/assignment2-systems"
         raise RequestError(f"no tests/test_*.py in {root}; accepted: {kind}")
-    for name in tests or files:
-        listed = [name]
-        if name in files:
-            outcome, text = _run_pytest(root, timeout_s, name, "--collect-only", "-q")
-            listed = [line for line in text.split("\n") if line.startswith(f"{name}::")]
-            if outcome["state"] != "passed":
-                yield outcome
-        for test in listed:
-            yield _run_pytest(root, timeout_s, test)[0]
+    left = list(tests or files)
+    while left:
+        yield from _run_pytest(root, timeout_s, left)
 
 
 def run_ours(checkout: Path, timeout_s: float, tests: Sequence[str]) -> Iterator[Outcome]:
@@ -87,48 +80,70 @@ def run_ours(checkout: Path, timeout_s: float, tests: Sequence[str]) -> Iterator
         yield from run_tests(root, timeout_s, tests)
 
 
-def _run_pytest(root: Path, timeout_s: float, test: str, *options: str) -> tuple[Outcome, str]:
-    """Returns how pytest ended with a test, and what it printed."""
+def _run_pytest(root: Path, timeout_s: float, left: list[str]) -> Iterator[Outcome]:
+    """Yields how files, or the tests of them, ended in one process, each of which is taken off
+    `left`. The last one may have ended the process.
+    """
     python = root / ".venv/bin/python"
-    command = [python if python.is_file() else sys.executable, "-m", "pytest", "--color=no"]
-    command += ["--rootdir=.", "-o", "addopts=", "--tb=short", "-rs", *options, test]
-    folders = [str(root / BASICS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    command = [python if python.is_file() else sys.executable, "-P", course_tests.__file__]
+    # Where CUDA may have begun with PyTorch, it is too late to fork.
+    preload = "sys" if torch.cuda.is_available() else "torch._dynamo"
+    command += [str(sender.fileno()), preload, "--color=no", "--rootdir=.", "--tb=short"]
+    command += ["-o", "addopts=", "--continue-on-collection-errors", *left]
+    current = left[0]
     start = time.monotonic()
+
+    def ended(state: str, text: str, prefix: str = "") -> Iterator[Outcome]:
+        seconds = time.monotonic() - start
+        state, reason = _ending(state, text)
+        reason = f"{prefix}{reason}"[:200]
+        # A file that cannot be imported may be here by its tests.
+        tests = [test for test in left if f"{test}::".startswith(f"{current}::")]
+        for test in tests or left[:1]:
+            left.remove(test)
+            yield {"test": test, "state": state, "seconds": seconds, "reason": reason}
+
     with (
         tempfile.TemporaryFile("w+", errors="replace") as log,
         subprocess.Popen(
             command,
             cwd=root,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
+            pass_fds=[sender.fileno()],
         ) as process,
     ):
+        sender.close()
         try:
+            while left and receiver.poll(timeout_s):
+                node, state, text = receiver.recv()
+                if state == "tests":
+                    left[:] = text
+                    continue
+                current = node
+                if state == "begins":
+                    start = time.monotonic()
+                else:
+                    yield from ended(state, text)
+            if left:
+                yield from ended("timeout", "")
+        except EOFError:
             code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            log.seek(0)
+            yield from ended("crashed", log.read(), f"exit code {code}: ")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with its ranks
-        log.seek(0)
-        text = log.read()
-    state, reason = ("timeout", "") if code is None else _ending(code, text)
-    seconds = time.monotonic() - start
-    return {"test": test, "state": state, "seconds": seconds, "reason": reason[:200]}, text
 
 
-def _ending(code: int, text: str) -> tuple[str, str]:
-    """Returns the state and the reason of a test by pytest's exit code and text."""
-    if code == 0:
-        skipped = re.search(r"^SKIPPED .*?: (.*)", text, re.MULTILINE)
-        return ("skipped", skipped[1]) if skipped else ("passed", "")
+def _ending(state: str, text: str) -> tuple[str, str]:
+    """Returns the state and the reason of a test by pytest's state and text."""
     lines = re.findall(r"^E +(.*\w\S*)", text, re.MULTILINE)
-    if not lines:
-        last = text.strip().split("\n")[-1]
-        return "crashed", f"exit code {code}: {last}"
+    if state == "skipped" or not lines:
+        return state, text.strip().split("\n")[-1]
     # The last one is what a rank raised.
     named = [n for n, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
     first = named[-1] if named else 0

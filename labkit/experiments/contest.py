@@ -69,9 +69,16 @@ is ever faster than the datasheet.
 """
 
 MAX_WRONG_ROUNDS = 1
-"""While a phase is timed: chance may take one result out of its budget. Of 1,500 draws of attention
-from plain bf16 operators, over 256 keys, three were beyond it, by a tenth at most. What is not
-computed while it is timed is wrong in every round.
+"""While a phase is timed: chance may take one result out of its budget. What is not computed while
+it is timed is wrong in every round.
+
+Of 7,500 draws of attention from plain operators in bf16 and fp16, over 128 and 256 keys, 28 were
+beyond it, by 2.1 times at most. The ten that were looked at were all dk in late blocks under a
+causal mask, whose few terms the gradient of the largest score may disturb. Of 12,000 rounds of SDPA
+and of softmax none was. Three other budgets find less. On 8 blocks, and on 4, none of 3,500 was
+beyond, but in bf16 an error of dk's last rows is found from 5 to 13 % and more in place of 3 %.
+Held to the largest error of eager in any block 9 were, and an error of all of dk is found from 2.7
+to 3.3 % in place of 2.1 to 2.3 %.
 """
 
 LATE_S = 0.3
