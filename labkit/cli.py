@@ -290,13 +290,6 @@ def report(
     html: Annotated[
         bool, typer.Option("--html", help="Also write report.html, one self-contained page.")
     ] = False,
-    top_level: Annotated[
-        bool,
-        typer.Option(
-            "--top-level",
-            help="Also write the top-level report.md, which shows the reference device.",
-        ),
-    ] = False,
     save_notebooks: Annotated[
         bool,
         typer.Option(
@@ -312,14 +305,10 @@ def report(
     from labkit.report import render
 
     device = slug_of(device)
-    if top_level and output:
-        raise RequestError(
-            "--top-level writes the report of a device in figures/: leave out --output"
-        )
     written = render.rebuild(
         device,
         output=output,
-        top_level=top_level or device == REFERENCE_DEVICE,
+        top_level=device == REFERENCE_DEVICE,
         html=html,
         save_notebooks=save_notebooks,
     )
@@ -330,19 +319,13 @@ def report(
 @app.command()
 def devices(
     output: OutputOption = None,
-    summary: Annotated[
-        bool, typer.Option("--summary", help="One row a device, the table of README.md.")
-    ] = False,
 ) -> None:
-    """List what has been measured: device, notebooks, cases, when, versions."""
+    """List what has been measured, a row a folder: device, chapters, when, software."""
     from labkit.report import render, tables
 
-    if summary:
-        print(tables.to_markdown(render.devices_summary(output or FIGURES)))
-        return
-    table = render.devices_table(output or FIGURES)
+    table = render.devices_summary(output or FIGURES)
     nothing = "nothing measured yet: run `labkit run`"
-    print(nothing if table.empty else table.to_markdown(index=False))
+    print(nothing if table.empty else tables.to_markdown(table))
 
 
 @app.command()

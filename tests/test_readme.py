@@ -22,7 +22,7 @@ def block(beginning: str) -> str:
 
 def test_the_table_of_devices_is_that_of_the_folders():
     table = tables.to_markdown(render.devices_summary(FIGURES))
-    assert f"\n\n{table}\n\n" in README, "run `labkit devices --summary`"
+    assert f"\n\n{table}\n\n" in README, "run `labkit devices`"
     for target in re.findall(r"\]\((figures/[^)]*)\)", table):
         assert (REPOSITORY / target).exists()
 

@@ -87,9 +87,7 @@ def _run_pytest(root: Path, timeout_s: float, left: list[str]) -> Iterator[Outco
     python = root / ".venv/bin/python"
     receiver, sender = multiprocessing.Pipe(duplex=False)
     command = [python if python.is_file() else sys.executable, "-P", course_tests.__file__]
-    # Where CUDA may have begun with PyTorch, it is too late to fork.
-    preload = "sys" if torch.cuda.is_available() else "torch._dynamo"
-    command += [str(sender.fileno()), preload, "--color=no", "--rootdir=.", "--tb=short"]
+    command += [str(sender.fileno()), "--color=no", "--rootdir=.", "--tb=short"]
     command += ["-o", "addopts=", "--continue-on-collection-errors", *left]
     current = left[0]
     start = time.monotonic()

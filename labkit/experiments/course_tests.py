@@ -1,13 +1,13 @@
 """Runs pytest and sends what begins and how it ends.
 
-`course_tests.py DESCRIPTOR PRELOAD ARGUMENTS` is run by the Python of a checkout, which may lack
+`course_tests.py DESCRIPTOR ARGUMENTS` is run by the Python of a checkout, which may lack
 labkit. It is its own plugin, and sends (node, "begins" or a state, text) of files, whose tests are
 collected, and of tests; between them ("", "tests", their nodes).
 """
 
 import os
 import sys
-from multiprocessing import connection, context, set_forkserver_preload
+from multiprocessing import connection
 from typing import Any
 
 BASICS = "cs336-basics"
@@ -46,10 +46,7 @@ if __name__ == "__main__":
     import pytest
     from _pytest import runner
 
-    descriptor, preload, *arguments = sys.argv[1:]
+    descriptor, *arguments = sys.argv[1:]
     pipe = connection.Connection(int(descriptor))
-    # Each rank that is spawned would import PyTorch: it is forked from a process that has.
-    context.SpawnContext.Process = context.ForkServerProcess
-    set_forkserver_preload([preload])
     sys.path[:0] = [os.getcwd(), os.path.abspath(BASICS)]
     sys.exit(pytest.main(arguments, plugins=[sys.modules[__name__]]))

@@ -675,9 +675,13 @@ class Progress(tqdm):
 
     def __init__(self, sessions: Sequence[Session]):
         total = sum(expected_seconds(one, case) for one in sessions for case in one.pending())
-        form = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left{postfix}"
-        look = {"bar_format": form, "file": sys.stderr, "mininterval": 1.0}
-        super().__init__(total=total, disable=not total, **look)
+        super().__init__(
+            total=total,
+            disable=not total,
+            bar_format="{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left{postfix}",
+            file=sys.stderr,
+            mininterval=1.0,
+        )
 
     @contextlib.contextmanager
     def step(self, session: Session, case: Case, label: str) -> Iterator[None]:

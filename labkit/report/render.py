@@ -112,7 +112,7 @@ def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> st
     ladder = card.ladder(chapters)
     if ladder is not None:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
-    warnings = [_first_round(chapters), *_not_finished(chapters)]
+    warnings = _unfinished(chapters)
     bodies = []
     if card.first_of(chapters).device_kind == "cpu":
         first = smoke.page(chapters)
@@ -129,28 +129,6 @@ def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> st
     last = [compare.others(chapters, folder.parent), card.provenance(chapters)]
     parts = filter(None, [first, *warnings, *bodies, *last])
     return "\n\n".join(parts) + "\n"
-
-
-def devices_table(root: Path) -> pd.DataFrame:
-    """Returns one row per device and notebook: cases by status, when and with which versions
-    measured.
-    """
-    rows = []
-    for device in measured_devices(root):
-        for notebook, records in check(root / device).items():
-            done = read_done(root / device, notebook)
-            row = {
-                "device": device,
-                "notebook": notebook,
-                "records": card.status_counts(records),
-                "complete": "yes" if done and not done["num_missing"] else "no",
-                "measured": dates_of(records) or "–",
-            }
-            for library in ("torch", "triton"):
-                versions = {record.software.get(library, "?") for record in records}
-                row[library] = ", ".join(sorted(versions))
-            rows.append(row)
-    return pd.DataFrame(rows)
 
 
 def devices_summary(root: Path) -> pd.DataFrame:
@@ -195,34 +173,29 @@ def _execute_all(
         return dict(zip(names, executed, strict=True))
 
 
-def _first_round(chapters: Chapters) -> str:
-    """Returns which chapters hold the quick profile alone, "" for none."""
-    done = {name: read_done(chapter.folder, name) for name, chapter in chapters.items()}
-    quick = [
-        name[:2] for name, content in done.items() if content and content["profile"] == "quick"
-    ]
-    if not quick:
-        return ""
-    numbers = "all chapters" if len(quick) == len(chapters) else f"chapters {listing(quick)}"
-    return (
-        f"*A first report: of {numbers} the quick profile is measured, a small part of the grid. "
-        "`labkit run` measures the rest.*"
-    )
-
-
-def _not_finished(chapters: Chapters) -> list[str]:
-    """Returns warnings of chapters whose measurements were interrupted or do not cover the grid."""
+def _unfinished(chapters: Chapters) -> list[str]:
+    """Returns warnings of chapters that hold the quick profile alone, or whose measurements were
+    interrupted or do not cover the grid.
+    """
     warnings = []
+    quick = []
     missing = []
     for name, chapter in chapters.items():
         done = read_done(chapter.folder, name)
         if done is None:
-            text = "did not run to its end: what follows is what was recorded before it stopped"
-            warnings.append(f"**{name} {text}.**")
+            text = (
+                f"**{name} did not run to its end: what follows was recorded before it stopped.**"
+            )
+            warnings.append(text)
+        elif done["profile"] == "quick":
+            quick.append(name[:2])
         elif done["num_missing"]:
             missing.append(f"{done['num_missing']} of {name[:2]}")
     if missing:
         warnings.append(f"**Measurements of the grid that are not recorded: {listing(missing)}.**")
+    if quick:
+        text = f"A first report: of {listing(quick)} the quick profile is measured, a small part"
+        warnings.insert(0, f"*{text} of the grid. `labkit run` measures the rest.*")
     return warnings
 
 
@@ -235,7 +208,6 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
     keyed = {}
     heading = ""
     figure = None
-    unsaid = set()
     for cell in notebook.cells:
         if hidden & set(cell.metadata.get("tags", [])):
             continue
@@ -243,7 +215,6 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
             if cell.source.startswith("## "):
                 heading = cell.source.splitlines()[0].removeprefix("## ")
                 figure = None
-                unsaid.clear()
             # A notebook's title is a chapter's heading here.
             parts.append(re.sub(r"^(#+ )", r"#\1", cell.source, flags=re.MULTILINE))
         for output in cell.get("outputs", []):
@@ -263,15 +234,12 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
                     alternative = re.sub(r"[\[\]*`]", "", sentence)
                     parts[figure] = f"![{alternative}]" + parts[figure].split("]", 1)[1]
                 figure = None
-                if text in unsaid:
-                    continue  # another sentence of this section lacks the same row
-                if not is_told:
-                    unsaid.add(text)
                 # What is marked, or was not measured, is nothing for the first page.
                 if is_told and fact["key"] and not fact["marked"]:
                     keyed[fact["key"]] = (sentence, heading)
             if fact and parts[-1].startswith("- "):
-                parts[-1] += f"\n{text}"
+                if text not in parts[-1]:  # two sentences may lack one row
+                    parts[-1] += f"\n{text}"
             elif text:
                 parts.append(text)
     return "\n\n".join(part.strip() for part in parts), keyed
