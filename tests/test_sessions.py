@@ -108,7 +108,7 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(tmp_path):
     assert compare(*common, "--check", "--notebook", "01").exit_code == 0
     store.append(record("s3", 1.2))
     result = compare(*common)
-    within = "In another session come back: device times within 5 % in 50 % of 2."
+    within = "Two sessions agree: 50 % of 2 device times within 5 %."
     assert result.exit_code == 0 and result.output.startswith(within)
     assert "| steps a forward |" in result.output
     assert compare(*common, "--check").exit_code == 1
