@@ -225,10 +225,9 @@ def test_output_that_cannot_be_written_is_refused(tmp_path, ended):
     assert code == 2 and f"cannot write to {tmp_path / 'file' / 'figures'}" in said
 
 
-def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monkeypatch):
+def test_only_the_reference_device_writes_the_top_level_report(monkeypatch):
     asked = []
     monkeypatch.setattr(render, "rebuild", lambda _, **options: asked.append(options) or [])
     cli.report("cpu-x")
     cli.report(REFERENCE_DEVICE)
-    cli.report("cpu-x", top_level=True)
-    assert [options["top_level"] for options in asked] == [False, True, True]
+    assert [options["top_level"] for options in asked] == [False, True]
