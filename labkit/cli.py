@@ -240,7 +240,6 @@ def _write_report(
         written = render.rebuild(
             device.slug,
             output=output,
-            top_level=device.slug == REFERENCE_DEVICE,
             html=True,
             by_papermill=True,
             own=own,
@@ -308,7 +307,6 @@ def report(
     written = render.rebuild(
         device,
         output=output,
-        top_level=device == REFERENCE_DEVICE,
         html=html,
         save_notebooks=save_notebooks,
     )

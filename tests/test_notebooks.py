@@ -4,6 +4,7 @@ import ast
 import errno
 import re
 import sys
+import types
 
 import nbformat
 import pytest
@@ -226,8 +227,12 @@ def test_output_that_cannot_be_written_is_refused(tmp_path, ended):
 
 
 def test_only_the_reference_device_writes_the_top_level_report(monkeypatch):
-    asked = []
-    monkeypatch.setattr(render, "rebuild", lambda _, **options: asked.append(options) or [])
-    cli.report("cpu-x")
-    cli.report(REFERENCE_DEVICE)
-    assert [options["top_level"] for options in asked] == [False, True]
+    written = []
+    monkeypatch.setattr(render, "write_text_atomic", lambda path, _: written.append(path))
+    monkeypatch.setattr(render, "_save_outputs", lambda *_: None)
+    monkeypatch.setattr(render, "_report", lambda *_: "")
+    monkeypatch.setattr(notebooks, "show", lambda *_: types.SimpleNamespace(cells=[]))
+    for device in ("cpu-intel-xeon-processor", REFERENCE_DEVICE):
+        cli.report(device)
+    pages = [FIGURES / REFERENCE_DEVICE / "report.md", REPOSITORY / "report.md"]
+    assert written == [FIGURES / "cpu-intel-xeon-processor/report.md", *pages]

@@ -54,4 +54,4 @@ def test_a_report_of_the_quick_profile_says_so(folder):
     done = folder / "records" / f"{CHAPTER}.done.json"
     done.write_text(done.read_text().replace('"smoke"', '"quick"'))
     report, *_ = render.rebuild(SENT, output=folder.parent)
-    assert f"of {CHAPTER[:2]} the quick profile is measured" in report.read_text()
+    assert "of all chapters the quick profile is measured" in report.read_text()

@@ -31,7 +31,6 @@ from labkit import guard
 from labkit.configs import RequestError
 from labkit.experiments import course_adapters, course_tests
 from labkit.experiments.bench import OPERATIONS, bench
-from labkit.experiments.course_tests import BASICS
 
 CONTESTS = {
     "get_flashattention_autograd_function_pytorch": "attention",
@@ -42,6 +41,9 @@ CONTESTS = {
     "get_sharded_optimizer": "optimizer",
 }
 """By adapter the operation that it is timed as."""
+
+BASICS = "cs336-basics"
+"""Folder of the package that the tests import."""
 
 Outcome = dict[str, Any]
 """How a test, or a file of tests, ended: "test", "state" (passed, skipped, failed, timeout, crashed
@@ -88,7 +90,8 @@ def _run_pytest(root: Path, timeout_s: float, left: list[str]) -> Iterator[Outco
     receiver, sender = multiprocessing.Pipe(duplex=False)
     command = [python if python.is_file() else sys.executable, "-P", course_tests.__file__]
     command += [str(sender.fileno()), "--color=no", "--rootdir=.", "--tb=short"]
-    command += ["-o", "addopts=", "--continue-on-collection-errors", *left]
+    command += ["-o", "addopts=", "-o", f"pythonpath=. {BASICS}"]
+    command += ["--continue-on-collection-errors", *left]
     current = left[0]
     start = time.monotonic()
 

@@ -3,7 +3,7 @@ several GPUs.
 
 Sections: "ceilings" (of the first GPU), "collectives" (every operation, size and transport),
 "steps" (a training step under every way to share it out: data parallel, with a sharded optimizer,
-fully sharded, and torch's own), "8b" (see `step_8b`; nine minutes, only where asked for).
+fully sharded, and torch's own), "8b" (see `step_8b`; seven minutes, only where asked for).
 
 One launch of the ranks measures all phases of a case. The steps of a case are taken in turn in the
 same processes, so that their ratios are of one machine at one time.

@@ -35,7 +35,6 @@ def rebuild(
     device: str,
     *,
     output: Path | None = None,
-    top_level: bool = True,
     html: bool = False,
     save_notebooks: bool = False,
     by_papermill: bool = False,
@@ -49,7 +48,6 @@ def rebuild(
     Args:
         device: slug, a folder of DIR; its report.md and figures are written there.
         output: DIR; None for the repository's figures/.
-        top_level: without `output`, write the top-level report.md too.
         html: also write DIR/<device>/report.html, one page that needs no other file.
         save_notebooks: also store the outputs in the notebooks themselves (the reference device's
             only).
@@ -98,7 +96,7 @@ def rebuild(
         device_page = device_page.replace(f"../notebooks/{name}.ipynb", f"{place}/{name}.ipynb")
     folder.mkdir(exist_ok=True)  # where all chapters are of several GPUs, it is new
     written = [write_text_atomic(folder / "report.md", device_page)]
-    if output is None and top_level and IS_CLONE:
+    if output is None and is_committed:
         text = text.replace("../figures/", f"{root.relative_to(REPOSITORY).as_posix()}/")
         text = text.replace("../notebooks/", "notebooks/")
         written.append(write_text_atomic(REPOSITORY / "report.md", text))
@@ -183,19 +181,19 @@ def _unfinished(chapters: Chapters) -> list[str]:
     for name, chapter in chapters.items():
         done = read_done(chapter.folder, name)
         if done is None:
-            text = (
-                f"**{name} did not run to its end: what follows was recorded before it stopped.**"
-            )
-            warnings.append(text)
-        elif done["profile"] == "quick":
+            text = "did not run to its end: what follows is what was recorded before it stopped"
+            warnings.append(f"**{name} {text}.**")
+            continue
+        if done["profile"] == "quick":
             quick.append(name[:2])
-        elif done["num_missing"]:
+        if done["num_missing"]:
             missing.append(f"{done['num_missing']} of {name[:2]}")
     if missing:
         warnings.append(f"**Measurements of the grid that are not recorded: {listing(missing)}.**")
     if quick:
-        text = f"A first report: of {listing(quick)} the quick profile is measured, a small part"
-        warnings.insert(0, f"*{text} of the grid. `labkit run` measures the rest.*")
+        numbers = "all chapters" if len(quick) == len(chapters) else f"chapters {listing(quick)}"
+        text = f"A first report: of {numbers} the quick profile is measured, a small part of the"
+        warnings.insert(0, f"*{text} grid. `labkit run` measures the rest.*")
     return warnings
 
 
@@ -238,7 +236,7 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
                 if is_told and fact["key"] and not fact["marked"]:
                     keyed[fact["key"]] = (sentence, heading)
             if fact and parts[-1].startswith("- "):
-                if text not in parts[-1]:  # two sentences may lack one row
+                if text not in parts[-1].splitlines():  # two sentences may lack one row
                     parts[-1] += f"\n{text}"
             elif text:
                 parts.append(text)
