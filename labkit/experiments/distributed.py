@@ -62,7 +62,7 @@ def cases(
     workload: Sequence[str] = (),
 ) -> list[Case]:
     """Returns the cases of `profile`, narrowed to values of its grid where asked; "8b" only where
-    `workload` names it.
+    `workload` names it, and of the chapter its "collectives" alone where that is named.
     """
     grid = DISTRIBUTED[profile]
     limit_s = grid.case_timeout_s
@@ -74,26 +74,27 @@ def cases(
     if "8b" in workload:
         case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
         planned.append(Case("8b", case, tuple(step_8b.WAYS), grid.board_timeout_s))
-    if workload and "chapter" not in workload:
+    is_whole = not workload or "chapter" in workload
+    if not is_whole and "collectives" not in workload:
         return planned
-    wanted = world_sizes or grid.world_sizes
     # Ranks that share a core mostly wait for one another.
     num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
-    here = sorted(n for n in wanted if n <= num_places) or wanted[:1]
+    here = sorted(n for n in grid.world_sizes if n <= num_places) or grid.world_sizes[:1]
+    here = sorted(world_sizes) or here
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
         phases = tuple(
             f"{operation} {dtype} {num_bytes}"
             for operation in OPERATIONS_OF.get(transport, OPERATIONS)
             for dtype in (grid.dtypes if transport in DEFAULTS else grid.dtypes[:1])
             for num_bytes in grid.collective_bytes
-            if transport != "gloo" or num_bytes <= grid.most_gloo_bytes
+            # Between GPUs gloo is only a rival.
+            if not is_cuda or transport != "gloo" or num_bytes <= grid.most_gloo_bytes
         )
         parameters = {"world_size": world_size, "transport": transport}
         # A transport that fails here would fail for every phase, each in a launch of its own.
         planned.append(Case("collectives", parameters, phases, limit_s, stop_at_failure=True))
-    for size, (precision, compile, batch, name) in itertools.product(
-        sizes or grid.sizes, grid.steps
-    ):
+    sizes = (sizes or grid.sizes) if is_whole else ()
+    for size, (precision, compile, batch, name) in itertools.product(sizes, grid.steps):
         # Without GPUs there are no copy engines, and no thread blocks.
         phases = tuple(
             way

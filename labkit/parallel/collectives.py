@@ -34,6 +34,10 @@ COPIES = ("copy", "low_contention")
 
 NUM_WARMUP = 2
 NUM_SAMPLES = 20
+LEAST_SAMPLES = 3
+SAMPLES_S = 5.0
+"""Of a call that is long, fewer samples are taken: as many as fit into this time."""
+
 NUM_CALLS = 5
 """Calls of a sample on CUDA."""
 
@@ -218,8 +222,11 @@ def time_collective(
     wrong = (output != expected).sum()
     dist.all_reduce(wrong)
     for _ in range(NUM_WARMUP):
-        _sample(call)
-    samples = torch.tensor([_sample(call) for _ in range(NUM_SAMPLES)], device=rank_device())
+        warm = torch.tensor(_sample(call)[0], device=rank_device())
+    dist.all_reduce(warm, dist.ReduceOp.MAX)  # all take as many samples
+    fitting = int(SAMPLES_S / float(warm))
+    num_samples = min(NUM_SAMPLES, max(LEAST_SAMPLES, fitting))
+    samples = torch.tensor([_sample(call) for _ in range(num_samples)], device=rank_device())
     # On the slowest rank of each sample, since the others wait for it.
     dist.all_reduce(samples, dist.ReduceOp.MAX)
     times, issues = samples.T.tolist()
@@ -277,18 +284,21 @@ def _prepared(
         return torch.empty(num_elements, dtype=dtype, device=rank_device())
 
     num_inputs = shard if operation == "all_gather" else num_ranks * shard
-    # At most 10, so that even bf16 holds the sum over 25 ranks.
-    numbers = torch.arange(num_inputs, device=rank_device()) % 8
-    everyone = torch.stack([(numbers + peer % 4).to(dtype) for peer in range(num_ranks)])
-    expected = {
-        "all_reduce": lambda: everyone.sum(0),
-        "broadcast": lambda: everyone[0],
-        "all_gather": everyone.flatten,
-        "reduce_scatter": lambda: everyone.sum(0).chunk(num_ranks)[rank],
-        "all_to_all": lambda: everyone.view(num_ranks, num_ranks, shard)[:, rank].flatten(),
-    }[operation]()
+    # At most 10, so that even bf16 holds the sum over 25 ranks; a rank's are this and its offset.
+    digits = torch.arange(8, dtype=dtype, device=rank_device())
+    numbers = digits.repeat(-(-num_inputs // 8))[:num_inputs]
+    offsets = [peer % 4 for peer in range(num_ranks)]
+    if operation in ("all_reduce", "reduce_scatter"):
+        expected = (numbers * num_ranks).add_(sum(offsets))
+        if operation == "reduce_scatter":
+            expected = expected.chunk(num_ranks)[rank]
+    elif operation == "broadcast":
+        expected = numbers + offsets[0]
+    else:
+        received = numbers if operation == "all_gather" else numbers.chunk(num_ranks)[rank]
+        expected = torch.cat([received + offset for offset in offsets])
     own = empty(num_inputs)
-    own.copy_(everyone[rank])
+    torch.add(numbers, offsets[rank], out=own)
     if transport == "copy":
         peers = PeerMemory(num_ranks * shard, dtype)
         if operation == "all_gather":
