@@ -632,15 +632,13 @@ def course(
 @app.command()
 def doctor() -> None:
     """Show what this machine has and lacks, and what each lack disables."""
-    from labkit.device import checks, find_nsys
+    from labkit.device import checks
 
     def nsys_failure() -> str:
         from labkit.measure.profiling import Nsys
 
-        if not find_nsys():
-            return "not found"
         nsys = Nsys.find()
-        return nsys.failure() if nsys else "it does not start"
+        return nsys.failure() if nsys else "none on PATH that starts"
 
     for check in checks(nsys_failure):
         disables = "" if check.present else f"  (disables: {check.disables})"
