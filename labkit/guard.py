@@ -65,14 +65,6 @@ def move_temporary_files() -> None:
     atexit.register(_end_inheritors, folder)
 
 
-def shared_file(name: str) -> Path | None:
-    """Returns a file that this process shares with what it started and what started it, and that
-    goes with them; None before `move_temporary_files`.
-    """
-    folder = Path(tempfile.gettempdir())
-    return folder / f"{name}.shared" if folder.name.startswith("labkit-") else None
-
-
 def _end_inheritors(folder: Path) -> None:
     """Kills what has the folder's path in its environment, where there is /proc."""
     for _ in range(100):  # until none is left that could start another

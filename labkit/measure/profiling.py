@@ -46,7 +46,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from labkit import guard
 from labkit.guard import guarded_folder
 
 OUTSIDE = "outside"
@@ -613,16 +612,9 @@ class Nsys:
     def usable(cls) -> "Nsys | None":
         """Returns what `find` does, None also where its captures cannot be read; stderr then says
         why.
-
-        The processes of a run share the answer: a capture that fails takes ten seconds.
         """
         nsys = cls.find()
-        answer = guard.shared_file("nsys")
-        if nsys is None or (answer and answer.exists()):
-            return nsys if nsys and answer.read_text() == "" else None
-        failure = nsys.failure()
-        if answer:
-            answer.write_text(failure)
+        failure = nsys.failure() if nsys else ""
         if failure:
             print(f"labkit: torch.profiler takes the place of nsys: {failure}", file=sys.stderr)
             return None

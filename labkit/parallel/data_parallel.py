@@ -198,9 +198,8 @@ class Wrapper(nn.Module):
     Every rank runs each forward pass. Buffers that it changes are from then on the rank's own. To
     accumulate gradients, call `finish_gradient_synchronization()` after each backward.
 
-    Raises ValueError for a module without parameters or that makes sparse gradients, tensors on
-    more than one device, and, on every rank alike, parameters or buffers whose names, shapes,
-    dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added, replaced,
+    Raises ValueError for a module that makes sparse gradients and, on every rank alike, parameters
+    or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added, replaced,
     moved, frozen or unfrozen after wrapping; TypeError for a copy.
     """
 
@@ -212,11 +211,6 @@ class Wrapper(nn.Module):
                     f"{name or 'the module'} makes sparse gradients; accepted: sparse=False"
                 )
         tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        if not list(module.parameters()):
-            raise ValueError(f"{type(module).__name__} has no parameters; accepted: 1 and more")
-        devices = sorted({str(tensor.device) for tensor in tensors.values()})
-        if len(devices) > 1:
-            raise ValueError(f"tensors on {', '.join(devices)}; accepted: one device")
         check_ranks_agree(
             [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
         )
