@@ -228,48 +228,24 @@ def _write_report(
     start: float,
     own: Mapping[str, str],
 ) -> None:
-    """Executes the notebooks, writes the report and says what came out; exits with 1 where a part
-    failed.
+    """Says what was measured, then executes the notebooks, writes the report and says what came
+    out.
     """
-    from labkit import notebooks, records
+    from labkit import records
     from labkit.report import card, render
-
-    failures = {}
-    written = []
-    try:
-        written = render.rebuild(
-            device.slug,
-            output=output,
-            html=True,
-            by_papermill=True,
-            own=own,
-        )
-    except (RequestError, notebooks.NotebookError, records.RecordError) as error:
-        failures["report"] = f"no report: {error}"
-    _summary(folders, failures)
-    print(f"{(time.monotonic() - start) / 60:.1f} minutes")
-    if written:
-        for line in card.lines(render.chapters_of(device.slug, output)):
-            print(line)
-        print(f"Report: {written[0]} and, to open in a browser, {written[-1]}")
-    if failures:
-        sys.exit(1)
-
-
-def _summary(folders: Mapping[str, Path], failures: dict[str, str]) -> None:
-    from labkit.records import newest_of, to_frame
-    from labkit.report.card import status_counts
     from labkit.report.text import disturbed_note
 
-    records = newest_of(folders)
+    measured = records.newest_of(folders)
     print(file=sys.stderr)
     for name in folders:
-        states = status_counts(records[name]) or "no records"
-        print(f"{name}: {states}{'  FAILED' if name in failures else ''}")
-    for error in failures.values():
-        print(f"labkit: {error}", file=sys.stderr)
-    for sentence in disturbed_note(to_frame(itertools.chain(*records.values()))):
+        print(f"{name}: {card.status_counts(measured[name]) or 'no records'}")
+    for sentence in disturbed_note(records.to_frame(itertools.chain(*measured.values()))):
         print(sentence)
+    written = render.rebuild(device.slug, output=output, html=True, by_papermill=True, own=own)
+    print(f"{(time.monotonic() - start) / 60:.1f} minutes")
+    for line in card.lines(render.chapters_of(device.slug, output)):
+        print(line)
+    print(f"Report: {written[0]} and, to open in a browser, {written[-1]}")
 
 
 def _writable(output: Path | None) -> Path:
@@ -339,9 +315,6 @@ def compare(
     sessions: Annotated[
         bool, typer.Option("--sessions", help="Compare the sessions of a device with one another.")
     ] = False,
-    baseline: Annotated[
-        str | None, typer.Option(help="Which of the devices the others are compared with.")
-    ] = None,
     notebook: Annotated[
         str | None, typer.Option(help="Number or name (01, benchmarking). Default: all.")
     ] = None,
@@ -372,8 +345,6 @@ def compare(
         _compare_sessions((device or [REFERENCE_DEVICE])[0], names, output or FIGURES, check)
         return
     devices = list(dict.fromkeys(device or []))
-    if baseline:
-        devices = list(dict.fromkeys([baseline, *devices]))
     if len(devices) < 2:
         raise RequestError(
             "say what to compare: two devices, such as `labkit compare nvidia-h200 this`, or "
@@ -632,15 +603,13 @@ def course(
 @app.command()
 def doctor() -> None:
     """Show what this machine has and lacks, and what each lack disables."""
-    from labkit.device import checks, find_nsys
+    from labkit.device import checks
 
     def nsys_failure() -> str:
         from labkit.measure.profiling import Nsys
 
-        if not find_nsys():
-            return "not found"
         nsys = Nsys.find()
-        return nsys.failure() if nsys else "it does not start"
+        return nsys.failure() if nsys else "none on PATH that starts"
 
     for check in checks(nsys_failure):
         disables = "" if check.present else f"  (disables: {check.disables})"

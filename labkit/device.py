@@ -290,19 +290,6 @@ def gpu_limits() -> dict[str, Any]:
     return limits
 
 
-def find_nsys() -> str | None:
-    """Returns the path of nsys, from PATH, an install of Nsight Systems or of Nsight Compute; else
-    None.
-    """
-    if path := shutil.which("nsys"):
-        return path
-    for root in ("/opt/nvidia/nsight-systems", "/opt/nvidia/nsight-compute"):
-        for folder, _, files in os.walk(root):
-            if "nsys" in files and "target-linux" in folder:
-                return os.path.join(folder, "nsys")
-    return None
-
-
 class Check(NamedTuple):
     """One line of `labkit doctor`: what was looked for, whether it is present, what its absence
     disables.

@@ -3,7 +3,6 @@ instants.
 """
 
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -46,11 +45,3 @@ def start_children(path):
         yield subprocess.Popen(["sleep", "600"], start_new_session=apart).pid
     while not Path(path).exists():
         time.sleep(0.02)
-
-
-def kill_guard():
-    yield os.getpid()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(600)

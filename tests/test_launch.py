@@ -88,7 +88,6 @@ def test_ranks_listen_on_the_loopback_interface_alone_and_leave_no_process(left,
         ("end", ("exit",), 1, r"rank 1 of 2 failed first \(exit status 0, before it was done\)"),
         ("end", (9,), 1, r"rank 1 of 2 failed first \(killed by signal 9, Killed\)"),
         ("end", (19,), 0, r"first \(exit status 1; rank 1 was stopped\)(\n.*)*was at:"),
-        ("kill_guard", (), None, "process that guards the ranks was ended or stopped"),
     ],
 )
 def test_what_ended_first_is_said(left, function, arguments, rank, message):

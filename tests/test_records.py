@@ -156,13 +156,14 @@ def _line(**changes) -> bytes:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b"[" * 100_000, "not JSON: nested too deeply"),
+        (b"[1]", "[1] is no JSON object"),
+        (_line(case={"a": math.nan}), "NaN is not finite"),
         (_line(schema_version=3), "schema version 3; this labkit reads up to 2"),
         (_line(colour="red"), "unexpected keyword argument 'colour'"),
         (_line(phase=...), "missing 1 required positional argument: 'phase'"),
         (_line(status="oom"), "there are metrics although the status is oom"),
-        (_line(metrics={"a_ms": "1.0"}), "metrics.a_ms is '1.0'; accepted: float | int | None"),
-        (_line(case={"a": 10**400}), "is not finite"),
+        (_line(metrics={"a_ms": "1.0"}), "must be real number, not str"),
+        (_line(telemetry=[]), "field telemetry is []; accepted: dict"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, complaint):
@@ -194,8 +195,8 @@ def test_an_impossible_number_is_refused_by_name(metrics, complaint):
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("environment.json", '{"device": "an H200"}', "device is 'an H200'; accepted: dict"),
-        ("records/01_steps.done.json", '{"num_missing": "2"}', "accepted: int"),
+        ("environment.json", '{"device": ', "not JSON"),
+        ("records/01_steps.done.json", "[]", "[] is no JSON object"),
         ("records/01_steps.jsonl", "{}\n", "line 1: schema version None"),
     ],
 )

@@ -43,9 +43,7 @@ NUM_ROUNDS = 2
 """How often the ways of a case are taken in turn."""
 
 
-def _fully_shard(
-    model: nn.Module, *, compute_dtype: torch.dtype | None, broadcast_buffers: bool
-) -> nn.Module:
+def _fully_shard(model: nn.Module, *, compute_dtype: torch.dtype | None) -> nn.Module:
     # takes seconds, as the import below
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -78,7 +76,7 @@ class Way:
 
 
 BUCKETED = partial(data_parallel.BucketedDataParallel, bucket_size_mb=100)
-DDP = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+DDP = partial(DistributedDataParallel, gradient_as_bucket_view=True, broadcast_buffers=False)
 FSDP = partial(FullyShardedDataParallel, units=(Block,))
 
 WAYS = {
@@ -118,7 +116,7 @@ class SharedStep(Step):
         self.config = self.model.config
         self.tokens, self.targets = own_tokens(self.config, *self.tokens.shape)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        options: dict[str, Any] = {"broadcast_buffers": False}
+        options: dict[str, Any] = {}
         if way.is_cast_by_wrapper:
             options["compute_dtype"] = self.recipe.autocast
         self.model = way.wrap(self.model, **options)

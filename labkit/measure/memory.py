@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -172,37 +171,25 @@ def in_use_before(
     return before
 
 
-LIMIT = 2**60
-"""No device has an address or an allocation of this size."""
-
-
 def _history(snapshot: dict, device: int) -> History:
     """Returns what a snapshot of CUDA's allocator holds of a device: what was in use when its trace
     began, and the trace.
-
-    Raises SnapshotError for numbers that no device has.
     """
-
-    def number(value: int) -> int:
-        if not 0 <= index(value) < LIMIT:
-            raise SnapshotError(f"an address or a size is {value}; accepted: 0 to {LIMIT - 1}")
-        return value
-
     in_use = {}  # bytes by address
     for segment in snapshot["segments"]:
         if segment.get("device", 0) == device:
-            address = number(segment["address"])
+            address = segment["address"]
             for block in segment["blocks"]:
                 if block["state"] == "active_allocated":
-                    in_use[address] = number(block.get("requested_size", block["size"]))
-                address += number(block["size"])
+                    in_use[address] = block.get("requested_size", block["size"])
+                address += block["size"]
     events = []
     for entry in snapshot["device_traces"][device]:
         # From its request on, a block that is freed no longer counts as in use.
         sign = {"alloc": 1, "free_requested": -1}.get(entry["action"])
         if sign:
             frame = frame_text(entry.get("frames", ()))
-            events.append((number(entry["addr"]), sign * number(entry["size"]), frame))
+            events.append((entry["addr"], sign * entry["size"], frame))
     return History(pair_events(events, in_use_before(events, in_use)), len(events))
 
 

@@ -46,8 +46,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from labkit import guard
-from labkit.device import find_nsys
 from labkit.guard import guarded_folder
 
 OUTSIDE = "outside"
@@ -314,10 +312,7 @@ def _read_export(connection: sqlite3.Connection, version: str) -> Trace:
 
     def rows(query: str) -> pd.DataFrame:
         table = pd.read_sql_query(query, connection)
-        table = table.astype({name: "int64" for name in table if name not in ("name", "kind")})
-        if (table.filter(like="_ns").abs() > _LAST_NS).any(axis=None):
-            raise ProfileError(f"has a time beyond {_LAST_NS} ns")
-        return table
+        return table.astype({name: "int64" for name in table if name not in ("name", "kind")})
 
     operations = [
         rows(_NSYS_OPERATIONS.format(name=name, kind=kind, table=kind.upper()))
@@ -570,11 +565,6 @@ ALLOWED_ENVIRONMENT = (
 )
 """The variables that a captured process gets: a capture stores each with its value."""
 
-LIBRARIES = "LABKIT_NSYS_LIBRARIES"
-"""Variable with folders, separated as in PATH, of libraries that nsys's own tools lack, such as
-libdw.
-"""
-
 TRACED = ("--trace=cuda,nvtx", "--cuda-graph-trace=node", "--force-overwrite=true")
 NO_STACKS = ("--sample=none", "--cpuctxsw=none")
 STACKS = ("--sample=process-tree", "--python-backtrace=cuda", "--cudabacktrace=kernel")
@@ -596,20 +586,15 @@ def _allowed_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Nsys:
-    """Nsight Systems as found here: the command line, its version, and the importer of raw captures
-    if there is one.
-    """
+    """Nsight Systems as found here."""
 
     path: str
     version: str
-    importer: str | None
 
     @classmethod
     def find(cls) -> "Nsys | None":
-        """Returns the nsys of PATH, of an Nsight Systems install or of Nsight Compute; None where
-        none runs.
-        """
-        path = find_nsys()
+        """Returns the nsys of PATH; None where there is none that runs."""
+        path = shutil.which("nsys")
         if path is None:
             return None
         try:
@@ -619,36 +604,24 @@ class Nsys:
         except (ProfileError, TimeoutError):
             return None
         version = re.search(r"Nsight Systems version ([\d.]+)", answer)
-        if version is None:  # CUDA's script of this name only looks for nsys
-            return None
-        # nsys lies in target-linux-x64, the importer in a folder beside that one.
-        importer = next(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"), None)
-        return cls(path, version[1], importer and str(importer))
+        # CUDA's script of this name only looks for nsys.
+        return cls(path, version[1]) if version else None
 
     @classmethod
     @functools.cache
     def usable(cls) -> "Nsys | None":
         """Returns what `find` does, None also where its captures cannot be read; stderr then says
         why.
-
-        The processes of a run share the answer: a capture that fails takes ten seconds.
         """
         nsys = cls.find()
-        answer = guard.shared_file("nsys")
-        if nsys is None or (answer and answer.exists()):
-            return nsys if nsys and answer.read_text() == "" else None
-        failure = nsys.failure()
-        if answer:
-            answer.write_text(failure)
+        failure = nsys.failure() if nsys else ""
         if failure:
             print(f"labkit: torch.profiler takes the place of nsys: {failure}", file=sys.stderr)
             return None
         return nsys
 
     def failure(self) -> str:
-        """Returns why a capture of an empty program cannot be made, imported and exported; "" if it
-        can.
-        """
+        """Returns why a capture of an empty program cannot be made and exported; "" if it can."""
         try:
             self.capture([sys.executable, "-c", "pass"], timeout_s=60.0, reads=False)
         except (ProfileError, TimeoutError) as error:
@@ -668,23 +641,21 @@ class Nsys:
 
         Args:
             command: program and arguments; it marks its ranges with NVTX.
-            timeout_s: for the program, the import and the export together.
+            timeout_s: for the program and the export together.
             keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks
                 if nsys can.
             reads: False to return None without reading it, since an empty program launches nothing.
 
         Raises:
             TimeoutError: it took longer; every process that it started has been ended.
-            ProfileError: nsys, the importer or the export failed, or what they left cannot be read.
+            ProfileError: nsys or its export failed, or what they left cannot be read.
         """
-        run = functools.partial(_run, timeout_s=timeout_s, end_s=time.monotonic() + timeout_s)
+        end_s = time.monotonic() + timeout_s
         # The guard ends whatever has the folder's path in its environment, also what has left the
         # group of its parent.
         with guarded_folder() as (folder, _):
             # nsys writes raw captures to TMPDIR first, and may leave them there.
             environment = {**_allowed_environment(), "TMPDIR": str(folder)}
-            folders = [os.environ.get(LIBRARIES), environment.get("LD_LIBRARY_PATH")]
-            tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
             report = folder / "capture.nsys-rep"
             export = folder / "capture.sqlite"
             sampling = STACKS if stacks else NO_STACKS
@@ -693,20 +664,16 @@ class Nsys:
             for options in ((*sampling, *NEWER_OPTIONS), sampling, NO_STACKS):
                 profile = [self.path, "profile", *TRACED, *options, "--stats=false"]
                 profile.append(f"--output={folder / 'capture'}")
-                output = run([*profile, *command], environment)
-                raw = next(folder.rglob("*.qdstrm"), None)
-                if report.exists() or raw:
+                output = _run([*profile, *command], environment, timeout_s, end_s)
+                if report.exists():
                     break
-            if raw and self.importer and not report.exists():
-                files = ["--input-file", str(raw), "--output-file", str(report)]
-                output = run([self.importer, *files], tools)
-            if not report.exists():
-                left = "no report" if raw is None else "a raw capture that no QdstrmImporter read"
-                raise ProfileError(f"nsys left {left}: {_last_line(output)}")
+            else:
+                raise ProfileError(f"nsys left no report: {_last_line(output)}")
             if keep:
                 shutil.copyfile(report, keep)
             options = ("--type=sqlite", "--force-overwrite=true", f"--output={export}")
-            output = run([self.path, "export", *options, str(report)], tools)
+            to_sqlite = [self.path, "export", *options, str(report)]
+            output = _run(to_sqlite, environment, timeout_s, end_s)
             if not export.exists():
                 raise ProfileError(f"nsys export left no SQLite file: {_last_line(output)}")
             return read_nsys(export, self.version) if reads else None

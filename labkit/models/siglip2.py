@@ -48,13 +48,13 @@ class Packing(NamedTuple):
     """What the steps past "eager" know of a batch's grids; made by `Siglip2Encoder.pack`.
 
     cu_seqlens: (I + 1,) int32, each image's first patch. positions: (M, P), the share that each
-    position of the table has in a patch's, P 0 before "positions". longest: at least the patches of
-    the largest image, None if unknown.
+    position of the table has in a patch's, P 0 before "positions". longest: the patches of the
+    largest image.
     """
 
     cu_seqlens: Tensor
     positions: Tensor
-    longest: int | None
+    longest: int
 
 
 # ---- positions -----------------------------------------------------------------------------------
@@ -75,11 +75,7 @@ def interpolation_weights(sizes_M: Tensor, places_M: Tensor, side: int) -> Tenso
 
 
 def pack_images(
-    grids_I2: Tensor,
-    num_patches: int,
-    side: int,
-    dtype: torch.dtype,
-    longest: int | None,
+    grids_I2: Tensor, num_patches: int, side: int, dtype: torch.dtype, longest: int
 ) -> Packing:
     """Returns the packing of images by their grids, computed on their device without reading from
     it.
@@ -87,7 +83,6 @@ def pack_images(
     cu_seqlens = F.pad(grids_I2.prod(1).cumsum(0), (1, 0))
     patches_M = torch.arange(num_patches, device=grids_I2.device)
     images_M = torch.searchsorted(cu_seqlens[1:], patches_M, right=True)
-    images_M = images_M.clamp(max=len(grids_I2) - 1)
     heights_M, widths_M = grids_I2[images_M].unbind(1)
     places_M = patches_M - cu_seqlens[images_M]
     rows_MS = interpolation_weights(heights_M, places_M // widths_M, side)
@@ -365,16 +360,15 @@ class Siglip2Encoder(nn.Module):
                 patch_dim), dtype and device of the parameters.
             grids: each image's height and width in patches, (I, 2) int32 or int64, on the CPU or
                 the device of the patches, on which reading the values waits; or from "positions" on
-                a packing of `pack`, which is not made anew and of which nothing is read, as the
-                capture of a CUDA graph wants it.
+                a packing of `pack`, which is not made anew and of which nothing is read, as a
+                compiled whole and the capture of a CUDA graph want it.
 
         Raises:
-            ValueError: grids that do not fit. Their values are not checked where it is compiled or
-                on the meta device, and by "eager" only in their sum.
+            ValueError: grids that do not fit; "eager" checks only their sum.
         """
         images = grids
         if self.step > EAGER and not isinstance(grids, Packing):
-            images = self.pack(grids, len(patches_MK))
+            images = self.pack(grids)
         x_MC = self.embed(patches_MK, grids, images)
         seeds = [None] * len(self.layers)
         if self.training and self.config.dropout and self.step >= ATTENTION:
@@ -390,43 +384,35 @@ class Siglip2Encoder(nn.Module):
         """
         x_MC = self.patch_embedding(patches_MK)
         table_PC = self.position_embedding.weight
-        if self.step >= POSITIONS:
+        is_packed = self.step >= POSITIONS
+        if is_packed:
+            positions = packing.positions
+        else:
+            positions = interpolated_positions(table_PC, grids_I2, self.config.position_side)
+        if len(positions) != len(x_MC):
+            raise ValueError(
+                f"grids of {len(positions)} patches; accepted: of as many as there are, {len(x_MC)}"
+            )
+        if is_packed:
             # Under autocast patches come in 16 bits and leave in those of the table, as the other
             # implementations' do.
-            return x_MC.to(table_PC.dtype).addmm_(packing.positions, table_PC)
-        positions_MC = interpolated_positions(table_PC, grids_I2, self.config.position_side)
-        if positions_MC.shape != x_MC.shape:
-            raise ValueError(
-                f"grids of {len(positions_MC)} patches; accepted: of as many as there are, "
-                f"{len(x_MC)}"
-            )
-        return x_MC + positions_MC
+            return x_MC.to(table_PC.dtype).addmm_(positions, table_PC)
+        return x_MC + positions
 
-    def pack(self, grids_I2: Tensor, num_patches: int | None = None) -> Packing:
-        """Returns the packing of images by their grids (I, 2), of `num_patches` if given.
-
-        Reads the grids' values, which may wait for the device, but not where it is compiled or on
-        the meta device: images are then as long as all patches at most.
+    def pack(self, grids_I2: Tensor) -> Packing:
+        """Returns the packing of images by their grids (I, 2); reads the grids' values, which may
+        wait for the device.
 
         Raises ValueError for grids that forward does not take.
         """
         is_whole = isinstance(grids_I2, Tensor) and grids_I2.dtype in (torch.int32, torch.int64)
-        if not is_whole or grids_I2.shape[1:] != (2,) or not len(grids_I2):
-            accepted = "an int32 or int64 tensor (images, 2), of one image and more"
+        is_fine = is_whole and grids_I2.shape[1:] == (2,) and len(grids_I2)
+        sides = grids_I2.tolist() if is_fine else [[0]]
+        if min(map(min, sides)) < 1:
+            accepted = "an int32 or int64 tensor (images, 2), of sides of at least 1"
             raise ValueError(f"grids must be {accepted}; got {grids_I2}")
-        table_PC = self.position_embedding.weight
-        longest = num_patches
-        if not num_patches or not (torch.compiler.is_compiling() or table_PC.is_meta):
-            sides = grids_I2.tolist()
-            sizes = [height * width for height, width in sides]
-            least = min(map(min, sides))
-            if least < 1 or num_patches not in (None, sum(sizes)):
-                raise ValueError(
-                    f"grids must have sides of at least 1 and {num_patches} patches in all; got "
-                    f"sides from {least} and {sum(sizes)} patches"
-                )
-            num_patches = sum(sizes)
-            longest = max(sizes)
+        sizes = [height * width for height, width in sides]
         side = self.config.position_side if self.step >= POSITIONS else 0
+        table_PC = self.position_embedding.weight
         grids_I2 = grids_I2.to(table_PC.device, non_blocking=True)
-        return pack_images(grids_I2, num_patches, side, table_PC.dtype, longest)
+        return pack_images(grids_I2, sum(sizes), side, table_PC.dtype, max(sizes))

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from labkit.configs import RMS_NORM_EPS, ModelConfig
 from labkit.kernels import course
 from labkit.kernels.attention import IMPLS, attention
+from labkit.kernels.cross_entropy import linear_cross_entropy
+from labkit.kernels.rotary import rotary as rotate
+from labkit.kernels.swiglu import swiglu
 
 Stream = Tensor | tuple[Tensor, Tensor]
 """What goes from block to block, (B, T, C); with fused blocks two tensors that the next norm adds.
@@ -119,11 +122,7 @@ class CausalSelfAttention(nn.Module):
         self.k_proj = nn.Linear(width, width, bias=False)
         self.v_proj = nn.Linear(width, width, bias=False)
         self.out_proj = nn.Linear(width, width, bias=False)
-        self.fused_rotary = None
-        if impl == "fused":
-            from labkit.kernels.rotary import rotary
-
-            self.fused_rotary = rotary
+        self.is_fused = impl == "fused"
 
     def forward(self, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (
@@ -131,8 +130,8 @@ class CausalSelfAttention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         attend = ATTENTION[self.attention]
-        if self.fused_rotary:
-            q_BHTD, k_BHTD = self.fused_rotary(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
+        if self.is_fused:
+            q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
             out_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, causal=True)
         else:
             # The projections are held while attention runs: the closed forms count them, and so do
@@ -150,15 +149,11 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
         self.silu = course.silu if impl == "course" else F.silu
-        self.fused = None
-        if impl == "fused":
-            from labkit.kernels.swiglu import swiglu
-
-            self.fused = swiglu
+        self.is_fused = impl == "fused"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused:
-            return self.down_proj(self.fused(self.gate_proj(x), self.up_proj(x)))
+        if self.is_fused:
+            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -242,10 +237,6 @@ class TransformerLM(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
         self.loss = course.cross_entropy if impl == "course" else language_model_loss
-        if impl == "fused":
-            from labkit.kernels.cross_entropy import linear_cross_entropy
-
-            self.loss = linear_cross_entropy
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if tokens_BT.shape[-1] > self.max_context:
@@ -259,7 +250,7 @@ class TransformerLM(nn.Module):
         if targets_BT is None:
             return self.head(normed_BTC)
         if self.impl == "fused":
-            return self.loss(normed_BTC, self.head.weight, targets_BT)
+            return linear_cross_entropy(normed_BTC, self.head.weight, targets_BT)
         return self.loss(self.head(normed_BTC), targets_BT)
 
 

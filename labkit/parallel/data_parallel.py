@@ -3,11 +3,10 @@
 One class an idea, all used alike: `forward`, `backward` of the loss,
 `finish_gradient_synchronization()`, optimizer.
 
-Sources: Li et al. 2020, PyTorch Distributed (buckets, overlap, no_sync); Stanford CS336 assignment
+Sources: Li et al. 2020, PyTorch Distributed (buckets, overlap); Stanford CS336 assignment
 2 (the interface).
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,11 +28,9 @@ from labkit.parallel.collectives import (
 
 MB = 10**6
 
-SECOND_BACKWARD = (
-    "a second backward before finish_gradient_synchronization(); accepted: one, or several of "
-    "which all but the last "
-    "run inside no_sync() of a data parallel wrapper"
-)
+UNUSED = "a parameter has no gradient on this rank; accepted: all used, or frozen before wrapping"
+
+SECOND_BACKWARD = "a second backward before finish_gradient_synchronization(); accepted: one"
 
 
 def weakly(method: Callable, number: int) -> Callable:
@@ -74,9 +71,8 @@ class GradientBuckets:
     """Averages the gradients of parameters over the ranks, bucket by bucket, the last parameter's
     first.
 
-    Buckets go out in one order on every rank, whatever the order in which gradients arrive: a rank
-    that leaves a parameter unused sends zeros for it when it finishes. A parameter that no rank
-    used keeps no gradient. One that is frozen gets a bucket, after all others, once it is not.
+    Buckets go out in one order on every rank, whatever the order in which gradients arrive.
+    Parameters that are frozen at first stay out.
 
     Args:
         params: parameters of one device.
@@ -98,36 +94,25 @@ class GradientBuckets:
         transport: str = "collective",
         sent_as: torch.dtype | None = None,
     ):
-        self._frozen = list(params)[::-1]
-        self._bucket_bytes = bucket_bytes
         self._overlap = overlap
-        self.enabled = True
         self._next = 0
-        self._buckets: list[_Bucket] = []
-        self._copied = transport == "copy"
-        self._group = group_of(transport, "collective", "copy")
         self._sent_as = sent_as
-        is_apart = (self._copied or sent_as) and dist.get_backend() == "nccl"
+        self._group = group_of(transport, "collective", "copy")
+        is_copied = transport == "copy"
+        is_apart = (is_copied or sent_as) and dist.get_backend() == "nccl"
         self._stream = torch.cuda.Stream() if is_apart else None
         self._peers: PeerMemory | None = None
-        self._add_unfrozen()
-
-    def _add_unfrozen(self) -> None:
-        params = [p for p in self._frozen if p.requires_grad]
-        if not params:
-            return
-        self._frozen = [p for p in self._frozen if not p.requires_grad]
-        for number, group in enumerate(_grouped(params, self._bucket_bytes), len(self._buckets)):
-            self._buckets.append(_Bucket(group, set(map(id, group))))
+        params = [p for p in params if p.requires_grad][::-1]
+        groups = list(_grouped(params, bucket_bytes))
+        self._buckets = [_Bucket(group, set(map(id, group))) for group in groups]
+        for number, group in enumerate(groups):
             for p in group:
                 p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
-        if self._copied:
-            sizes = [sum(p.numel() for p in bucket.params) for bucket in self._buckets]
+        if is_copied and params:
+            sizes = [sum(p.numel() for p in group) for group in groups]
             self._peers = PeerMemory(max(sizes), only_dtype(params))
 
     def _arrived(self, number: int, p: nn.Parameter) -> None:
-        if not self.enabled:
-            return
         bucket = self._buckets[number]
         if id(p) not in bucket.waiting_for:
             raise RuntimeError(SECOND_BACKWARD)
@@ -167,33 +152,18 @@ class GradientBuckets:
 
         Args:
             one_by_one: whether each all-reduce ends before the next one starts.
+
+        Raises RuntimeError where this rank has not used a parameter.
         """
-        if not self.enabled:
-            return
-        self._add_unfrozen()
-        params = [p for bucket in self._buckets for p in bucket.params]
-        if not params:
-            return
-        used = torch.ones(len(params), dtype=torch.uint8, device=params[0].device)
-        is_complete = True
-        for number, p in enumerate(params):
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-                used[number] = 0
-                is_complete = False
         for bucket in self._buckets[self._next :]:
+            if any(p.grad is None for p in bucket.params):
+                raise RuntimeError(UNUSED)
             self._send(bucket)
             if one_by_one:
                 bucket.work.wait()
-        # Every rank takes part, but only one that lacks gradients has to wait for what the others
-        # used.
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         for bucket in self._buckets:
             bucket.work.wait()
             bucket.waiting_for = set(map(id, bucket.params))
-        if not is_complete:
-            for p, is_used in zip(params, used.tolist(), strict=True):
-                p.grad = p.grad if is_used else None
         self._next = 0
 
 
@@ -225,16 +195,15 @@ class Wrapper(nn.Module):
     """Holds `module` with rank 0's parameters and buffers, and refuses what would make it another
     one.
 
-    Every rank runs each forward pass. As in torch's DistributedDataParallel, one begins with rank
-    0's buffers if the one before recorded a graph, as training does.
+    Every rank runs each forward pass. Buffers that it changes are from then on the rank's own. To
+    accumulate gradients, call `finish_gradient_synchronization()` after each backward.
 
-    Raises ValueError for a module without parameters or that makes sparse gradients, tensors on
-    more than one device, and, on every rank alike, parameters or buffers whose names, shapes,
-    dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added, replaced
-    or moved after wrapping; TypeError for a copy.
+    Raises ValueError for a module that makes sparse gradients and, on every rank alike, parameters
+    or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added, replaced,
+    moved, frozen or unfrozen after wrapping; TypeError for a copy.
     """
 
-    def __init__(self, module: nn.Module, broadcast_buffers: bool):
+    def __init__(self, module: nn.Module):
         super().__init__()
         for name, inside in module.named_modules():
             if getattr(inside, "sparse", False):
@@ -242,33 +211,26 @@ class Wrapper(nn.Module):
                     f"{name or 'the module'} makes sparse gradients; accepted: sparse=False"
                 )
         tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        if not list(module.parameters()):
-            raise ValueError(f"{type(module).__name__} has no parameters; accepted: 1 and more")
-        devices = sorted({str(tensor.device) for tensor in tensors.values()})
-        if len(devices) > 1:
-            raise ValueError(f"tensors on {', '.join(devices)}; accepted: one device")
         check_ranks_agree(
             [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
         )
         broadcast(tensors.values())
         self.module = module
-        self._broadcasts = broadcast_buffers
-        self._buffers_differ = True
 
     def _parameters_now(self) -> dict[str, tuple]:
         """Returns what a parameter must stay; subclasses keep it as `_wrapped`."""
-        return {name: (id(p), p.dtype, p.device) for name, p in self.module.named_parameters()}
+        return {
+            name: (id(p), p.dtype, p.device, p.requires_grad)
+            for name, p in self.module.named_parameters()
+        }
 
     def _begin(self) -> None:
         """To call before each forward pass."""
         now = self._parameters_now()
         if now != self._wrapped:
             names = [name for name, value in now.items() if self._wrapped.get(name) != value]
-            change = f"{', '.join(names)} was added, replaced or moved"
+            change = f"{', '.join(names)} was added, replaced, moved, frozen or unfrozen"
             raise RuntimeError(f"after wrapping, {change}; accepted: before it")
-        if self._broadcasts and self._buffers_differ:
-            broadcast(self.module.buffers())
-        self._buffers_differ = torch.is_grad_enabled()
 
     def __getstate__(self) -> None:
         raise TypeError(
@@ -281,24 +243,22 @@ class _DataParallel(Wrapper):
     """Subclasses say how large the buckets are and when they go out.
 
     Parameters are rank 0's from construction on. Tied parameters are averaged once, frozen ones not
-    at all; one that no rank used keeps `grad` None, one that some ranks used has their sum over the
-    world size.
+    at all; every rank uses all others.
 
     Args:
         module: on this rank's device, the same on every rank but for the values.
-        broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
         sending: how gradients travel, as GradientBuckets takes it.
 
-    Raises RuntimeError for a second backward pass before `finish_gradient_synchronization()`, and
-    as `Wrapper`.
+    Raises RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a
+    parameter that this rank has not used, and as `Wrapper`.
     """
 
     _bucket_bytes: float = 0
     _overlap = False
     _one_by_one = False
 
-    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True, **sending: Any):
-        super().__init__(module, broadcast_buffers)
+    def __init__(self, module: nn.Module, **sending: Any):
+        super().__init__(module)
         self._buckets = GradientBuckets(
             module.parameters(), self._bucket_bytes, overlap=self._overlap, **sending
         )
@@ -314,18 +274,6 @@ class _DataParallel(Wrapper):
         average.
         """
         self._buckets.finish(one_by_one=self._one_by_one)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context only add to the local gradients; the next one outside
-        sends the sum.
-        """
-        before = self._buckets.enabled
-        self._buckets.enabled = False
-        try:
-            yield
-        finally:
-            self._buckets.enabled = before
 
 
 class NaiveDataParallel(_DataParallel):
@@ -370,15 +318,13 @@ class BucketedDataParallel(_DataParallel):
         transport: str = "collective",
         *,
         sent_as: torch.dtype | None = None,
-        broadcast_buffers: bool = True,
     ):
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}; accepted: above 0")
         if sent_as and transport != "collective":
             raise ValueError(f"transport {transport!r} with sent_as; accepted: 'collective'")
         self._bucket_bytes = bucket_size_mb * MB
-        sending = {"transport": transport, "sent_as": sent_as}
-        super().__init__(module, broadcast_buffers=broadcast_buffers, **sending)
+        super().__init__(module, transport=transport, sent_as=sent_as)
 
 
 def finish_gradients(model: nn.Module) -> None:

@@ -207,7 +207,6 @@ class FullyShardedDataParallel(Wrapper):
             gradient's pieces to the ranks that add them, through memory as large as the largest
             layer; weights of one dtype only. "ctas_N": NCCL with at most N thread blocks. Both on
             NCCL's GPUs only.
-        broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
     Attributes:
         symmetric_bytes: of memory that copies are read from; torch's allocator does not count it.
@@ -224,9 +223,8 @@ class FullyShardedDataParallel(Wrapper):
         *,
         units: tuple[type[nn.Module], ...] = (),
         transport: str = "collective",
-        broadcast_buffers: bool = True,
     ):
-        super().__init__(module, broadcast_buffers)
+        super().__init__(module)
         self._group = group_of(transport, "collective", "copy")
         self.compute_dtype = compute_dtype
         self._units = units
@@ -274,10 +272,9 @@ class FullyShardedDataParallel(Wrapper):
             values = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None)
             if is_sharded:
                 made[p] = _Weight(name, p, values, self.compute_dtype)
-                # A frozen parameter takes no hook; its first use freezes it again.
-                p.requires_grad_().register_post_accumulate_grad_hook(
-                    weakly(self._arrived, len(self._weights))
-                )
+                if p.requires_grad:
+                    hook = weakly(self._arrived, len(self._weights))
+                    p.register_post_accumulate_grad_hook(hook)
                 self._weights.append(made[p])
             else:
                 made[p] = _Parameter(name, p, values)
@@ -396,8 +393,8 @@ class FullyShardedDataParallel(Wrapper):
         if layer.weights:
             self._use(layer)
         for owner, key, parameter in layer.uses:
-            # Frozen if it is so by now. A gathered weight has the dtype already, and stays itself.
-            full = parameter.full.requires_grad_(parameter.outer.requires_grad)
+            # A gathered weight has the dtype already, and stays itself.
+            full = parameter.full
             owner._parameters[key] = full.to(self.compute_dtype or full.dtype)
         if self.compute_dtype is None:
             return args, kwargs

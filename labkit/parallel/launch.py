@@ -1,8 +1,8 @@
 """Runs a module-level function on N ranks of this machine and gathers what each rank yields.
 
-The ranks are started by a guard (`labkit.guard`), so that none outlives the call, however that
-ends. They find one another through a file, and connect over the loopback interface alone: what a
-rank is sent, it unpickles.
+A guard (`labkit.guard`) sees to it that no rank outlives the call, however that ends (on Linux;
+elsewhere a rank ends itself when its time is over). They find one another through a file, and
+connect over the loopback interface alone: what a rank is sent, it unpickles.
 """
 
 import contextlib
@@ -14,10 +14,11 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,15 @@ import torch.distributed as dist
 from labkit.guard import guarded_folder
 from labkit.records import write_text_atomic
 
-GRACE_S = 30
-"""Seconds beyond the ranks' own. They end themselves when their time is over; after half of this
-the guard ends them, which bounds their imports too; after all of it the guard itself is ended.
+GRACE_S = 15
+"""Seconds beyond the ranks' own. They end themselves when their time is over; after all of it they
+are ended, which bounds their imports too.
 """
+
+ENDING_S = 5
+"""How long ranks have to end after SIGTERM."""
+
+RANK = "from pathlib import Path; from labkit.parallel.launch import run_rank; run_rank(Path({!r}))"
 
 CAUSE = r".*Watchdog caught .*|Timeout \(.*\)!|Fatal Python error: .*"
 """What NCCL's watchdog and faulthandler say of the end that they are to."""
@@ -43,12 +49,12 @@ class RankError(RuntimeError):
     were.
 
     Fields:
-        rank: the first rank that failed, None where no rank started.
+        rank: the first rank that failed.
         summary: one line, with the last one of its message, unless that is of a stack.
         finished: for each rank, what its function had yielded before the end.
     """
 
-    def __init__(self, message: str, rank: int | None, finished: list[list[Any]]):
+    def __init__(self, message: str, rank: int, finished: list[list[Any]]):
         super().__init__(message)
         self.rank = rank
         self.finished = finished
@@ -95,29 +101,68 @@ def launch(
             f"{nproc} ranks on {device!r}; accepted: 1 and more on cpu, up to {num_gpus} on cuda"
         )
     call = [name, args, device, timeout_s, collective_timeout_s]
-    with guarded_folder(_environment()) as (folder, guard):
+    with guarded_folder() as (folder, _):
         (folder / "call").write_bytes(pickle.dumps(call))
-        request = {"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(request), file=guard.stdin, flush=True)
-        exits = folder / "exits"
-        deadline = time.monotonic() + timeout_s + GRACE_S
-        while not exits.exists() and guard.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        results = [_read_items(folder / f"{rank}.items") for rank in range(nproc)]
-        finished = [items for items, _ in results]
-        if not exits.exists():
-            text = f"{name}: the process that guards the ranks was ended or stopped"
-            raise RankError(text, None, finished)
-        failed, stopped = json.loads(exits.read_text())
+        ranks = [_started(folder, rank, nproc) for rank in range(nproc)]
+        try:
+            failed = _failed_first(folder, ranks, timeout_s + GRACE_S)
+        finally:
+            stopped = _ended(ranks)
+        finished = [_read_items(folder / f"{rank}.items") for rank in range(nproc)]
         if failed or len(list(folder.glob("*.done"))) < nproc:
-            message, first = _failure(folder, nproc, timeout_s, dict(failed), stopped)
+            message, first = _failure(folder, nproc, timeout_s, failed, stopped)
             raise RankError(f"{name}: {message}", first, finished)
-    for rank, (_, problem) in enumerate(results):
-        if problem:
-            text = f"{name}: what rank {rank} returned cannot be read here\n{problem}"
-            raise RankError(text, rank, finished)
     return finished
+
+
+def _started(folder: Path, rank: int, num_ranks: int) -> subprocess.Popen:
+    environment = _environment() | {"LABKIT_RANKS": str(folder), "RANK": str(rank)}
+    environment |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    command = [sys.executable, "-P", "-u", "-c", RANK.format(str(folder))]
+    with open(folder / f"{rank}.stderr", "wb") as log:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
+
+
+def _failed_first(
+    folder: Path, ranks: Sequence[subprocess.Popen], timeout_s: float
+) -> dict[int, int]:
+    """Waits until all ranks are done, one has failed or their time is over; returns the exit codes
+    of those that have failed by then.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        # One that a library ends in the middle has code 0 too.
+        failed = {
+            rank: code
+            for rank, code in enumerate(codes)
+            if code or (code == 0 and not (folder / f"{rank}.done").exists())
+        }
+        if failed or None not in codes:
+            return failed
+        time.sleep(0.02)
+    return {}
+
+
+def _ended(ranks: Sequence[subprocess.Popen]) -> list[int]:
+    """Ends the ranks that still run; returns which of them a signal had stopped."""
+    running = [process for process in ranks if process.poll() is None]
+    options = os.WNOHANG | os.WUNTRACED
+    stopped = [
+        ranks.index(process)
+        for process in running
+        if os.WIFSTOPPED(os.waitpid(process.pid, options)[1])
+    ]
+    for process in running:
+        process.terminate()
+        process.send_signal(signal.SIGCONT)  # while it is stopped it cannot say where it stands
+    deadline = time.monotonic() + ENDING_S
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in running:
+        process.kill()
+        process.wait()
+    return stopped
 
 
 def rank_device() -> torch.device:
@@ -158,9 +203,10 @@ def _environment() -> dict[str, str]:
 
 
 def run_rank(folder: Path) -> None:
-    """Is a rank that the guard has started: writes what the function yields, and `done` or `error`,
-    into the folder.
-    """
+    """Is a rank: writes what the function yields, and `done` or `error`, into the folder."""
+    # When it is ended it says on stderr where it stands, in a collective that hangs too.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)
     rank = int(os.environ["RANK"])
     try:
         call = pickle.loads((folder / "call").read_bytes())
@@ -191,19 +237,14 @@ def run_rank(folder: Path) -> None:
         os._exit(1)
 
 
-def _read_items(path: Path) -> tuple[list[Any], str]:
-    """Returns a rank's items, and why what follows them cannot be read, "" at the end of what it
-    wrote.
-    """
+def _read_items(path: Path) -> list[Any]:
+    """Returns what a rank has yielded; the last of it may be cut off."""
     items: list[Any] = []
-    try:
-        with open(path, "rb") as file:
-            while True:
-                items.append(pickle.load(file))
-    except (FileNotFoundError, EOFError):
-        return items, ""
-    except Exception as error:  # of a class that is not there, or that raises
-        return items, f"{type(error).__name__}: {error}"
+    cut_off = (FileNotFoundError, EOFError, pickle.UnpicklingError)
+    with contextlib.suppress(*cut_off), open(path, "rb") as file:
+        while True:
+            items.append(pickle.load(file))
+    return items
 
 
 def _failure(
