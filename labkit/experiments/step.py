@@ -353,6 +353,8 @@ def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[S
 
 def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
     device = step.device
+    if device.kind == "cpu" and step.precision == "fp16":
+        raise Skip(f"{device.name}: PyTorch emulates float16 matrix products on most processors")
     function = getattr(step, phase, None)
     limits: dict = {"time_limit_s": case.time_limit_s}
     if case.section == "warmup":
@@ -368,12 +370,14 @@ def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float
         metrics |= graph_metrics
     else:
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
+    if phase in ("train_step", "graph_step") and not step.loss.isfinite():
+        raise AssertionError(f"the loss is {step.loss:g} after the timed steps")
     metrics |= _rates(step, case, phase, function, times, ceilings)
     return times.measured(metrics, step.described(), keep="step_ms")
 
 
 run_steps = section(_measure_phase, open_step, is_rated=True)
-"""Runs the phases of a training step, as notebooks 01 and 05 take it into their sections."""
+"""Runs the phases of a training step, as notebooks 01, 03 and 05 take it into their sections."""
 
 
 def _time_first_call(step: Step) -> Timing:
