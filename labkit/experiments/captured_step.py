@@ -28,11 +28,6 @@ from labkit.models import transformer
 
 NUM_WARMUP = 1
 
-LARGEST_DIFFERENCE = 1e-2
-"""Relative difference of the output with and without ranges above which marking has changed what is
-computed.
-"""
-
 
 @contextlib.contextmanager
 def marked(step: Step, marker: RangeMarker) -> Iterator[None]:
@@ -74,7 +69,7 @@ def capture_steps(step: Step, phase: str, marker: RangeMarker) -> None:
     """Runs a phase unmarked, on memory that no earlier phase holds, and then the two steps to be
     captured, "step 0 …" with every range and "step 1 …" with the phases'.
 
-    Raises AssertionError if marking changed the result, or if that is not finite.
+    Raises AssertionError for a result that is not finite.
     """
     kind = step.device.kind
     label = " ".join(words_of(step.described(), phase))
@@ -82,7 +77,6 @@ def capture_steps(step: Step, phase: str, marker: RangeMarker) -> None:
     empty_cache(step.device)
     for _ in range(NUM_WARMUP):
         step.run(phase)
-    outcomes = []
     for number, marks in enumerate((marked(step, marker), contextlib.nullcontext())):
         if phase == "forward_backward":
             step.model.zero_grad()
@@ -90,18 +84,9 @@ def capture_steps(step: Step, phase: str, marker: RangeMarker) -> None:
         with collector_paused(), marks, marker(f"step {number} {label}"):
             values = step.run(phase, marker)
             synchronize(kind)
-        values = values.float()
-        outcomes.append(torch.stack([values.mean(), values.square().mean().sqrt()]))
-        del values
-    with_ranges, without = outcomes
-    if not torch.isfinite(with_ranges + without).all():
-        raise AssertionError(f"{phase}: the result is {with_ranges.tolist()}, {without.tolist()}")
-    is_changed = (with_ranges - without).abs().max() > LARGEST_DIFFERENCE * without.abs().max()
-    if is_changed and phase != "train_step":  # whose steps differ in their weights
-        raise AssertionError(
-            f"{phase}: marking ranges changed the result from {without.tolist()} to "
-            f"{with_ranges.tolist()}"
-        )
+        if not values.isfinite().all():
+            raise AssertionError(f"step {number} {label}: the result is not finite")
+        del values  # before the next step is captured
 
 
 def run_cases(device: Device, cases: Sequence[Sequence[str]], marker: RangeMarker) -> None:
