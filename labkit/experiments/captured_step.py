@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from labkit.device import Device, detect
 from labkit.experiments.sections import empty_cache, freeze_modules
 from labkit.experiments.step import Step, step_parameters
 from labkit.measure import profiling
-from labkit.measure.profiling import Nsys, RangeMarker
+from labkit.measure.profiling import Nsys, RangeMarker, Trace
 from labkit.measure.timing import collector_paused, synchronize
 from labkit.models import transformer
 
@@ -116,18 +117,28 @@ def nsys_line(case: Sequence[str], output: Path) -> str:
     )
 
 
+def capture(
+    nsys: Nsys | None, device: Device, cases: Sequence[Sequence[str]], **options: Any
+) -> Trace:
+    """Captures cases by nsys in a process of its own, without nsys by torch.profiler in this one.
+
+    Args:
+        options: `keep` and `stacks`, as both take them; `timeout_s` of nsys.
+    """
+    if nsys:
+        command = [sys.executable, "-m", __name__, *itertools.chain.from_iterable(cases)]
+        return nsys.capture(command, **options)
+    run = functools.partial(run_cases, device, cases, RangeMarker("kineto"))
+    options.pop("timeout_s", None)
+    return profiling.capture_with_kineto(run, device.kind, **options)
+
+
 def keep_capture(case: Sequence[str], output: Path) -> Path:
     """Captures a case by nsys, else by torch.profiler; returns the file. Raises as they do."""
     device = detect()
     nsys = Nsys.usable() if device.kind == "cuda" else None
-    if nsys:
-        path = output.with_name(f"{output.name}.nsys-rep")
-        command = [sys.executable, "-m", __name__, *case]
-        nsys.capture(command, timeout_s=600.0, keep=path, stacks=True)
-        return path
-    path = output.with_name(f"{output.name}.json")
-    run = functools.partial(run_cases, device, [case], RangeMarker("kineto"))
-    profiling.capture_with_kineto(run, device.kind, keep=path, stacks=True)
+    path = output.with_name(f"{output.name}.{'nsys-rep' if nsys else 'json'}")
+    capture(nsys, device, [case], timeout_s=600.0, keep=path, stacks=True)
     return path
 
 
