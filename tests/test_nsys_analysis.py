@@ -89,7 +89,7 @@ class FakeNsys:
 def test_cases_share_one_capture(monkeypatch):
     monkeypatch.setattr(experiment, "_captured", {})
     later = ProfiledCase("profiles", parameters(context=16), ("train_step",), 300.0)
-    together = (experiment.words_of(later.parameters, "train_step"),)
+    together = tuple(tuple(step.split()) for step in STEPS)
     case = dataclasses.replace(later, parameters=parameters(context=8), together=together)
     nsys = FakeNsys(STEPS)
     first = experiment._from_capture(nsys, CPU, case, "train_step")

@@ -215,28 +215,20 @@ def _measure_operators(step: Step, case: Case, phase: str) -> Measured:
 # ---- training ------------------------------------------------------------------------------------
 
 
-def successor_sequences(num_tokens: int, num_steps: int, batch: int, context: int) -> Tensor:
-    """Returns (steps, batch, context + 1) token ids in which each is followed by its successor in
-    one permutation.
-    """
-    generator = torch.Generator().manual_seed(0)
-    successor = torch.randperm(num_tokens, generator=generator)
-    columns = [torch.randint(num_tokens, (num_steps, batch), generator=generator)]
-    for _ in range(context):
-        columns.append(successor[columns[-1]])
-    return torch.stack(columns, dim=-1)
-
-
 def _measure_training(step: Step, case: Case, phase: str) -> Measured:
     """Returns the losses of the synthetic task in one precision, the shares of the gradients'
-    elements that are 0, and what of the gains never moved.
+    elements that are 0, and what of the gains never moved. Each token is followed by its
+    successor in a fixed permutation, the next one and the first one after the last.
     """
     parameters = case.parameters
     model = step.model
     scaler = step.scaler
     step.optimizer.param_groups[0]["lr"] = parameters["learning_rate"]
-    shape = (parameters["num_steps"], parameters["batch"], parameters["context"])
-    data = successor_sequences(parameters["num_tokens"], *shape).to(step.device.kind)
+    num_tokens = parameters["num_tokens"]
+    shape = (parameters["num_steps"], parameters["batch"], 1)
+    first = torch.randint(num_tokens, shape, generator=torch.Generator().manual_seed(0))
+    data = (first + torch.arange(parameters["context"] + 1)) % num_tokens
+    data = data.to(step.device.kind)
     # The embedding's rows are not all seen.
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
     gains = [p for p in model.parameters() if p.dim() == 1]

@@ -52,8 +52,8 @@ CAPTURE_MARGIN_S = 20.0
 
 @dataclass(frozen=True)
 class ProfiledCase(Case):
-    """A case, and the words (see `captured_step`) of those after it that a capture of it takes
-    along.
+    """A case, and the words (see `captured_step`) of all steps of its size and context, in order:
+    a capture of one takes along those after it.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
@@ -69,9 +69,9 @@ def cases(
     planned: list[Case] = []
 
     def add(section: str, group: list[tuple[str, ...]], *phases: str) -> None:
-        for number, shape in enumerate(group, start=1):
-            together = tuple((*other, phase) for other in group[number:] for phase in phases)
-            options = {"stop_at_failure": True, "together": together}
+        together = tuple((*shape, phase) for shape in group for phase in phases)
+        options = {"stop_at_failure": True, "together": together}
+        for shape in group:
             parameters = parameters_of(*shape)
             case = ProfiledCase(section, parameters, phases, grid.case_timeout_s, **options)
             planned.append(case)
@@ -123,12 +123,10 @@ def _from_capture(nsys: Nsys | None, device: Device, case: ProfiledCase, phase: 
     words = words_of(case.parameters, phase)
     if words not in _captured:
         asked = [words]
-        if nsys:
-            later = case.phases[case.phases.index(phase) + 1 :]
-            asked += [words_of(case.parameters, name) for name in later]
-            asked += [
+        if nsys and words in case.together:
+            asked = [
                 other
-                for other in case.together
+                for other in case.together[case.together.index(words) :]
                 if not lacking_room(device, parameters_of(*other[:-1]), other[-1])
             ]
         with Monitor(device.kind) as monitor:
