@@ -44,8 +44,8 @@ class Datasheet:
     power_limit_w: float | None = None
 
     def tflops(self, precision: str) -> float | None:
-        """Returns the peak for "fp32", "tf32" or "bf16"."""
-        return getattr(self, f"{precision}_tflops")
+        """Returns the peak for "fp32", "tf32" or "bf16"; None for a format without one here."""
+        return getattr(self, f"{precision}_tflops", None)
 
 
 _TABLE = (resources.files("labkit") / "data" / "datasheets.toml").read_text("utf-8")

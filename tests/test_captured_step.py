@@ -77,22 +77,10 @@ def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in step.model.modules())
 
 
-def test_a_marked_step_that_computes_something_else_is_an_error(monkeypatch):
+def test_a_captured_step_whose_result_is_no_number_is_an_error():
     step = Step(CPU, parameters_of(*SHAPE))
-
-    @contextlib.contextmanager
-    def wrong(step, marker):
-        original = step.model.head.forward
-        step.model.head.forward = lambda x: 100 * original(x)
-        yield
-        del step.model.head.forward
-
-    monkeypatch.setattr(captured_step, "marked", wrong)
-    for phase in ("inference", "forward_backward"):
-        with pytest.raises(AssertionError, match=f"{phase}: marking ranges changed the result"):
-            capture_steps(step, phase, RangeMarker("none"))
     step.model.head.weight.data.fill_(float("nan"))
-    with pytest.raises(AssertionError, match="the result is"):
+    with pytest.raises(AssertionError, match="train_step: the result is not finite"):
         capture_steps(step, "train_step", RangeMarker("none"))
 
 

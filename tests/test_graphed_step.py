@@ -5,7 +5,13 @@ import torch
 from chapters import CPU
 
 from labkit.device import detect
-from labkit.experiments.step import Step, capture_step, compared, step_parameters, trained
+from labkit.experiments.step import (
+    Step,
+    capture_step,
+    loss_difference,
+    losses_of,
+    step_parameters,
+)
 from labkit.measure.timing import captured_once
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
@@ -14,9 +20,8 @@ pytestmark = pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
 def test_steps_from_the_fixed_start_repeat_and_a_step_that_trains_otherwise_is_refused(precision):
     step = Step(CPU, step_parameters("nano", 16, precision))
-    called = trained(step, step.train_step)
-    repeated = compared(called, trained(step, step.train_step))
-    assert repeated == {"loss_difference": 0, "update_difference": 0}
+    called = losses_of(step, step.train_step)
+    assert loss_difference(called, losses_of(step, step.train_step)) == 0
     tokens = step.tokens.clone()
 
     def with_old_gradients():
@@ -29,11 +34,8 @@ def test_steps_from_the_fixed_start_repeat_and_a_step_that_trains_otherwise_is_r
 
     for wrong in (step.forward_backward, with_old_gradients, with_old_tokens):
         step.optimizer.zero_grad()
-        _, updates = trained(step, wrong)
-        with pytest.raises(AssertionError, match=r"than the called step: .*update_difference"):
-            compared(called, (called[0], updates))
-    with pytest.raises(AssertionError, match=r"than the called step: .*loss_difference"):
-        compared(called, (1.02 * called[0], called[1]))
+        with pytest.raises(AssertionError, match="trains otherwise than the called step: losses"):
+            loss_difference(called, losses_of(step, wrong))
 
 
 def test_out_of_memory_in_a_capture_is_that_and_not_the_broken_capture(monkeypatch):
@@ -65,5 +67,5 @@ def test_a_graph_trains_as_the_called_step_on_the_gpu(compile, impl, attention):
     asked = step_parameters("nano", 16, "bf16", **options)
     step = Step(detect(), asked)
     _, metrics = capture_step(step)
-    assert metrics["update_difference"] < 0.1 and metrics["peak_bytes"] > 0
+    assert metrics["loss_difference"] < 1e-3 and metrics["peak_bytes"] > 0
     assert step.described() == asked

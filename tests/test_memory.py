@@ -192,27 +192,18 @@ def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
 
 @pytest.mark.parametrize("plan", ["1", "3", "4/2/1"])
 def test_recomputed_steps_peak_where_predicted_and_change_no_gradient(workload, plan):
-    recomputing = workload("four blocks", plan=plan)
-    assert experiment.gradient_difference(recomputing) == 0
-    num_forwards = experiment.count_block_forwards(recomputing)
-    assert num_forwards == accounting.checkpoint_forwards(4, recomputing.plan)
+    recomputing, plain = workload("four blocks", plan=plan), workload("four blocks")
+    forwards = []
+    for block in recomputing.model.blocks:
+        block.register_forward_pre_hook(lambda *_: forwards.append(1))
+    assert recomputing.forward_backward() == plain.forward_backward()
+    assert all(map(torch.equal, experiment.gradients(recomputing), experiment.gradients(plain)))
+    assert len(forwards) / 4 == accounting.checkpoint_forwards(4, recomputing.plan)
     recomputing.model.zero_grad()
     known = {"precision": "fp32", "attention": "eager", "device_kind": "cpu"}
     moments = accounting.checkpoint_moments(*SHAPES["four blocks"], recomputing.plan, **known)
     measured = peak_bytes(recomputing, "train_step")
     assert 0 <= measured - max(moments.values()) < SCALARS
-
-
-def test_a_gradient_that_recomputing_changes_gives_no_time(workload, monkeypatch):
-    recomputing = workload("four blocks", plan="2")
-    plain = steps.run_blocks
-
-    def scaled(blocks, x, rotary, plan):
-        return plain(blocks, x, rotary, plan) * (2.0 if plan else 1.0)
-
-    monkeypatch.setattr(steps, "run_blocks", scaled)
-    with pytest.raises(AssertionError, match=r"gradients differ by .* without recomputation"):
-        experiment.gradient_difference(recomputing)
 
 
 @pytest.mark.parametrize(

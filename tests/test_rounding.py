@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from chapters import CPU
 
 from labkit import numerics
-from labkit.experiments.rounding import measure_normalisation
+from labkit.experiments.mixed_precision import measure_normalisation
 from labkit.experiments.sweep import Case, Measured, Skip
 
 

@@ -12,8 +12,6 @@ runs as it would unmarked; what is inside which range comes from the first.
 """
 
 import functools
-import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,14 +20,13 @@ import torch
 
 from labkit.configs import NSYS_ANALYSIS
 from labkit.device import Device
-from labkit.experiments import captured_step
-from labkit.experiments.captured_step import NUM_WARMUP, parameters_of, run_cases, words_of
+from labkit.experiments.captured_step import NUM_WARMUP, capture, parameters_of, words_of
 from labkit.experiments.sections import freeze_modules, run_section, section
 from labkit.experiments.step import lacking_room
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import KERNEL_CLASSES
 from labkit.measure import profiling
-from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
+from labkit.measure.profiling import Nsys, ProfileError, Trace
 from labkit.monitor import Monitor
 
 MEASUREMENT_VERSION = 2
@@ -55,8 +52,8 @@ CAPTURE_MARGIN_S = 20.0
 
 @dataclass(frozen=True)
 class ProfiledCase(Case):
-    """A case, and the words (see `captured_step`) of those after it that a capture of it takes
-    along.
+    """A case, and the words (see `captured_step`) of all steps of its size and context, in order:
+    a capture of one takes along those after it.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
@@ -72,9 +69,9 @@ def cases(
     planned: list[Case] = []
 
     def add(section: str, group: list[tuple[str, ...]], *phases: str) -> None:
-        for number, shape in enumerate(group, start=1):
-            together = tuple((*other, phase) for other in group[number:] for phase in phases)
-            options = {"stop_at_failure": True, "together": together}
+        together = tuple((*shape, phase) for shape in group for phase in phases)
+        options = {"stop_at_failure": True, "together": together}
+        for shape in group:
             parameters = parameters_of(*shape)
             case = ProfiledCase(section, parameters, phases, grid.case_timeout_s, **options)
             planned.append(case)
@@ -107,9 +104,7 @@ def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
         raise Skip(reason)
     freeze_modules()
     nsys = Nsys.usable() if device.kind == "cuda" else None
-    if nsys:
-        return _from_nsys(nsys, device, case, phase)
-    return _from_kineto(device, words_of(case.parameters, phase))
+    return _from_capture(nsys, device, case, phase)
 
 
 run_case = functools.partial(
@@ -117,40 +112,30 @@ run_case = functools.partial(
 )
 
 
-def _from_kineto(device: Device, words: tuple[str, ...]) -> Measured:
-    """Captures one phase by torch.profiler."""
-    run = functools.partial(run_cases, device, [words], RangeMarker("kineto"))
-    with Monitor(device.kind) as monitor:
-        trace = profiling.capture_with_kineto(run, device.kind)
-    return replace(measurements(trace)[words], telemetry=monitor.summary)
-
-
 _captured: dict[tuple[str, ...], Measured] = {}
 """What this worker has from a shared capture and no case has asked for yet, by the case's words."""
 
 
-def _from_nsys(nsys: Nsys, device: Device, case: ProfiledCase, phase: str) -> Measured:
-    """Returns the measurement of a phase, from a capture of this case and of those after it if
-    there is none yet.
+def _from_capture(nsys: Nsys | None, device: Device, case: ProfiledCase, phase: str) -> Measured:
+    """Returns the measurement of a phase, from a capture if there is none yet: by nsys of this case
+    and of those after it, by torch.profiler of the phase alone.
     """
     words = words_of(case.parameters, phase)
     if words not in _captured:
-        remaining = case.phases[case.phases.index(phase) :]
-        asked = [words_of(case.parameters, name) for name in remaining]
-        asked += [
-            other
-            for other in case.together
-            if not lacking_room(device, parameters_of(*other[:-1]), other[-1])
-        ]
-        program = [sys.executable, "-m", captured_step.__name__]
-        command = [*program, *itertools.chain.from_iterable(asked)]
+        asked = [words]
+        if nsys and words in case.together:
+            asked = [
+                other
+                for other in case.together[case.together.index(words) :]
+                if not lacking_room(device, parameters_of(*other[:-1]), other[-1])
+            ]
         with Monitor(device.kind) as monitor:
-            trace = nsys.capture(command, timeout_s=case.timeout_s - CAPTURE_MARGIN_S)
-        telemetry = dict(monitor.summary)
-        telemetry.pop("foreign_processes", None)
+            trace = capture(nsys, device, asked, timeout_s=case.timeout_s - CAPTURE_MARGIN_S)
+        if nsys:  # whose program is another process
+            monitor.summary.pop("foreign_processes", None)
         _captured.clear()
         for other, measured in measurements(trace).items():
-            _captured[other] = replace(measured, telemetry=telemetry)
+            _captured[other] = replace(measured, telemetry=monitor.summary)
         if words not in _captured:
             raise _failure(trace)
     return _captured.pop(words)
@@ -228,15 +213,13 @@ def _step_tables(marked: pd.DataFrame, plain: pd.DataFrame) -> tuple[dict, dict]
 
 
 def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
-    """Returns the time of these launches' kernels, that from the first's start to the last's end,
-    and the idle part.
+    """Returns the time of these launches' kernels, and that from the first's start to the last's
+    end.
     """
-    projected = rows["end_ns"].max() - rows["start_ns"].min()
     kernels = rows[rows["kind"].isin(KERNEL_KINDS)]
     return {
         f"{name}_kernel_ms": kernels["duration_ns"].sum() / 1e6,
-        f"{name}_projected_ms": projected / 1e6,
-        f"{name}_idle_fraction": 1 - profiling.busy_ns(rows) / projected,
+        f"{name}_projected_ms": (rows["end_ns"].max() - rows["start_ns"].min()) / 1e6,
     }
 
 

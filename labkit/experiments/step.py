@@ -39,21 +39,16 @@ from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_m
 BEYOND_DOUBT = 1.1
 """A phase that is predicted to need more than 1.1 times the GPU's memory is not tried."""
 
-NUM_COMPARED = 3
-"""Steps, each on its own tokens, after which losses and parameters of a graph are held against the
-called step's.
-"""
+NUM_COMPARED = 5
+"""Steps, each on its own tokens, whose losses are compared between a graph and the called step."""
 
-COMPARED_ELEMENTS = 65_536
-"""Of each parameter at most so many elements are compared, evenly spaced: a second copy of all
-might not fit.
-"""
+NUM_LEARNED_IDS = 16
+"""The tokens of these steps are drawn from so few that each step makes the next loss smaller."""
 
 LARGEST_LOSS_DIFFERENCE = 1e-3
-LARGEST_UPDATE_DIFFERENCE = 0.1
-"""Relative. A step whose sums come in another order flips Adam's sign where a gradient is almost
-nothing; one that leaves out the optimizer, or keeps old gradients or tokens, is off by 0.3 or
-more.
+"""Relative, on average over these steps. On an H100 and an H200 every graph had none at all. Small
+models that leave out the optimizer are off by 0.05 and more, with old gradients or old tokens by
+0.004 (in pure bf16 by 0.0023).
 """
 
 
@@ -353,6 +348,8 @@ def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[S
 
 def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
     device = step.device
+    if device.kind == "cpu" and step.precision == "fp16":
+        raise Skip(f"{device.name}: PyTorch emulates float16 matrix products on most processors")
     function = getattr(step, phase, None)
     limits: dict = {"time_limit_s": case.time_limit_s}
     if case.section == "warmup":
@@ -368,12 +365,14 @@ def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float
         metrics |= graph_metrics
     else:
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
+    if phase in ("train_step", "graph_step") and not step.loss.isfinite():
+        raise AssertionError(f"the loss is {step.loss:g} after the timed steps")
     metrics |= _rates(step, case, phase, function, times, ceilings)
     return times.measured(metrics, step.described(), keep="step_ms")
 
 
 run_steps = section(_measure_phase, open_step, is_rated=True)
-"""Runs the phases of a training step, as notebooks 01 and 05 take it into their sections."""
+"""Runs the phases of a training step, as notebooks 01, 03 and 05 take it into their sections."""
 
 
 def _time_first_call(step: Step) -> Timing:
@@ -425,28 +424,27 @@ def _rates(
 
 def capture_step(step: Step) -> tuple[Callable[[], None], dict[str, float]]:
     """Returns the replay of the training step's CUDA graph, and metrics: its peak of memory, and
-    how far it is off the called step.
+    how far its losses are off the called step's.
 
-    Raises Skip where there are no CUDA graphs, AssertionError as `compared`.
+    Raises Skip where there are no CUDA graphs, AssertionError as `loss_difference`.
     """
     if step.device.kind != "cuda":
         raise Skip(f"{step.device.name} has no CUDA graphs")
     for group in step.optimizer.param_groups:
         group["capturable"] = True
     with on_capture_stream():
-        called = trained(step, step.train_step)
+        called = losses_of(step, step.train_step)
     step.optimizer.zero_grad()
     empty_cache(step.device)
     torch.cuda.reset_peak_memory_stats()
     graph = captured_once(step.train_step)
     peak_bytes = torch.cuda.max_memory_allocated()
-    differences = compared(called, trained(step, graph.replay))
-    return graph.replay, {"peak_bytes": peak_bytes, **differences}
+    difference = loss_difference(called, losses_of(step, graph.replay))
+    return graph.replay, {"peak_bytes": peak_bytes, "loss_difference": difference}
 
 
-def trained(step: Step, function: Callable[[], object]) -> tuple[Tensor, Tensor]:
-    """Returns the losses of NUM_COMPARED calls of `function` from a fixed start, and what they
-    changed in samples of all parameters together, fp64.
+def losses_of(step: Step, function: Callable[[], object]) -> Tensor:
+    """Returns the losses of NUM_COMPARED calls of `function` from a fixed start.
 
     Everything is set in place: a graph knows tensors by their address.
     """
@@ -463,41 +461,25 @@ def trained(step: Step, function: Callable[[], object]) -> tuple[Tensor, Tensor]
                     tensor.copy_(parameter)
                 else:
                     tensor.zero_()
-    before = _samples(step)
     losses = []
     for _ in range(NUM_COMPARED):
         for ids in (step.tokens, step.targets):
-            ids.random_(step.model.config.vocab_size, generator=generator)
+            ids.random_(NUM_LEARNED_IDS, generator=generator)
         function()
         losses.append(step.loss.clone())
-    return torch.stack(losses), _samples(step) - before
+    return torch.stack(losses)
 
 
-def _samples(step: Step) -> Tensor:
-    """Returns COMPARED_ELEMENTS or less of each trained parameter, one after another, fp64."""
-    samples = []
-    for parameter in step.model.parameters():
-        flat = step.optimizer.state[parameter].get("master", parameter).detach().flatten()
-        samples.append(flat[:: 1 + flat.numel() // COMPARED_ELEMENTS].double())
-    return torch.cat(samples)
+def loss_difference(called: Tensor, graphed: Tensor) -> float:
+    """Returns the mean relative difference of the losses of two runs.
 
-
-def compared(called: tuple[Tensor, Tensor], graphed: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Returns the largest relative difference of a loss, and that of all updates together (root of
-    squares), of what `trained` returns.
-
-    Raises AssertionError where one is too large. A loss in 16 bits may also be off by two
-    roundings.
+    Raises AssertionError where it is too large. One loss in 16 bits may be off by one rounding.
     """
-    losses, updates = called
-    loss_limit = max(LARGEST_LOSS_DIFFERENCE, 2 * torch.finfo(losses.dtype).eps)
-    loss_difference = ((graphed[0].double() - losses) / losses).abs().max()
-    update_difference = (graphed[1] - updates).norm() / updates.norm()
-    differences = {
-        "loss_difference": float(loss_difference),
-        "update_difference": float(update_difference),
-    }
-    is_close = loss_difference <= loss_limit and update_difference <= LARGEST_UPDATE_DIFFERENCE
-    if not is_close:
-        raise AssertionError(f"the graph trains otherwise than the called step: {differences}")
-    return differences
+    difference = float(((graphed.double() - called) / called).abs().mean())
+    limit = max(LARGEST_LOSS_DIFFERENCE, torch.finfo(called.dtype).eps / (NUM_COMPARED - 1))
+    if not difference <= limit:
+        raise AssertionError(
+            f"the graph trains otherwise than the called step: losses {graphed.tolist()}, "
+            f"{called.tolist()} expected"
+        )
+    return difference
