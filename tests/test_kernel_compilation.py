@@ -144,9 +144,9 @@ def compile_plan(
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         layouts = (plan.layout_of(x)._replace(device=device) for x in (q, k, v))
-        lengths = tuple(map(plan.layout_of, cu_seqlens)) or None
+        lengths = tuple(map(plan.layout_of, cu_seqlens))
         right = 0 if causal else -1
-        call = plan.Call(*layouts, lengths, None, -1, right, precision, impl, config)
+        call = plan.Call(*layouts, lengths, 1.0, -1, right, precision, impl, config)
         whole = plan.Plan(call)
         out, lse = whole.forward(q, k, v, *cu_seqlens)
         whole.backward(torch.empty_like(q), q, k, v, out, lse, *cu_seqlens)
