@@ -34,7 +34,6 @@ from labkit.kernels.flash_attention.triton import (
     flash_attention_bwd_kernel,
     flash_attention_fwd_kernel,
     slice_elements,
-    split_head_dim,
 )
 from labkit.kernels.launch import Launch, num_multiprocessors
 
@@ -203,16 +202,11 @@ def _strides(*layouts: Layout) -> tuple[tuple[int, int, int], ...]:
 
 def _flags(call: Call, tile: TileConfig, layouts: tuple[Layout, ...]) -> dict:
     """Returns the constants that forward and backward kernels share."""
-    head_dim = call.q.shape[-1]
-    alignment = alignment_of(*layouts)
-    block_d, tail_d = split_head_dim(head_dim, aligned=alignment > 1)
     return {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "TAIL_D": tail_d,
+        "HEAD_DIM": call.q.shape[-1],
         "IS_PACKED": call.packed,
         "PRECISION": call.precision,
-        "ALIGNMENT": alignment,
+        "ALIGNMENT": alignment_of(*layouts),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
