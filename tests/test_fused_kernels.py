@@ -21,7 +21,7 @@ from kernel_operations import (
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.kernels import column_sums, gelu_mlp, launch, linear, rotary
+from labkit.kernels import column_sums, launch, linear, rotary
 from labkit.kernels import cross_entropy as ce
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.rms_norm import rms_norm
@@ -29,10 +29,6 @@ from labkit.kernels.swiglu import swiglu
 from labkit.numerics import judge
 
 FP32, BF16, FP16 = DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-# So that few rows make many tiles, and chunks.
-SMALL_TILE = {"ROWS": 16, "COLS": 32, "DEPTH": 16, "GROUP": 2}
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -63,8 +59,8 @@ def measure(name: str, size, dtype: torch.dtype, layout: str = "", device: str =
     exact_tensors = [x.detach().double().requires_grad_() for x in tensors]
     with (
         poisoned_memory(),
+        # So that few rows make many chunks.
         mock.patch.multiple(ce, CHUNK_BYTES=0, LEAST_ROWS=128),
-        mock.patch.object(gelu_mlp, "TILE", SMALL_TILE if device == "cpu" else gelu_mlp.TILE),
     ):
         values = results(ours, tensors)
     eager, exact = results(formula, tensors), results(formula, exact_tensors)
@@ -95,7 +91,6 @@ CASES = [
     ("linear_cross_entropy", (2, 70, 24), ""),  # in two chunks
     ("gelu_mlp", (5, 16), "off a boundary"),
     ("gelu_mlp", (37, 24), ""),
-    ("gelu_mlp", (5, 6), ""),  # whose rows no descriptor describes
     ("gelu_mlp of a norm", (5, 40), ""),
     ("weighted_sum", (17, 257), "rows apart"),
     ("weighted_sum", (3, 5, 40), "columns apart"),

@@ -184,11 +184,13 @@ def runs_kernel(x: Tensor) -> bool:
 
 
 def check_kind(name: str, tensor: Tensor, dtypes: Collection[torch.dtype], like: Tensor) -> None:
-    """Raises TypeError for what is no tensor, ValueError for another dtype or the device of
-    another.
+    """Raises TypeError for what is no tensor, ValueError for one that is sparse or nested, of
+    another dtype, or on the device of another.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be neither sparse nor nested, got layout {tensor.layout}")
     if tensor.dtype not in dtypes or tensor.device != like.device:
         raise ValueError(
             f"{name} must be {' or '.join(sorted(map(str, dtypes)))} on {like.device}, got "

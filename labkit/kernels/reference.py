@@ -11,20 +11,15 @@ import torch
 from torch import Tensor
 
 
-def _visible(
-    num_queries: int, num_keys: int, causal: bool, window: tuple[int, int] | None, device
-) -> Tensor | None:
-    """Which key each query sees, (Q, K) bool, or None where every query sees every key."""
-    left, right = window or (-1, -1)
-    right = 0 if causal else right
-    if left < 0 and right < 0:
-        return None
-    query = torch.arange(num_queries, device=device)[:, None] + (num_keys - num_queries)
-    distance = torch.arange(num_keys, device=device)[None, :] - query
+def visible(queries: Tensor, keys: Tensor, left: int, right: int) -> Tensor:
+    """Returns which key each query sees, (Q, K) bool, by their positions: as many `left` and
+    `right` of its own, −1 without limit.
+    """
+    distance = keys - queries[:, None]
     if left < 0:
         return distance <= right
-    visible = distance >= -left
-    return visible if right < 0 else visible & (distance <= right)
+    is_near = distance >= -left
+    return is_near if right < 0 else is_near & (distance <= right)
 
 
 def _scores(
@@ -35,10 +30,14 @@ def _scores(
     """
     scale = 1 / math.sqrt(q_BHQD.shape[-1]) if scale is None else scale
     scores_BHQK = q_BHQD @ k_BHKD.transpose(-2, -1) * scale
-    visible_QK = _visible(q_BHQD.shape[-2], k_BHKD.shape[-2], causal, window, q_BHQD.device)
-    if visible_QK is not None:
-        scores_BHQK = scores_BHQK.masked_fill(~visible_QK, -math.inf)
-    return scores_BHQK, visible_QK
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
+    if left < 0 and right < 0:
+        return scores_BHQK, None
+    num_queries, num_keys = scores_BHQK.shape[-2:]
+    queries = torch.arange(num_queries, device=q_BHQD.device) + (num_keys - num_queries)
+    visible_QK = visible(queries, torch.arange(num_keys, device=q_BHQD.device), left, right)
+    return scores_BHQK.masked_fill(~visible_QK, -math.inf), visible_QK
 
 
 def _repeat_heads(kv_BHKD: Tensor, like_BHQD: Tensor) -> Tensor:

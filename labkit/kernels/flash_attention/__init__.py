@@ -10,8 +10,9 @@ from labkit.kernels.flash_attention.op import (
     FlashAttention,
     TiledFlashAttention,
     flash_attention,
+    plan_of,
+    resolve_tiles,
 )
-from labkit.kernels.flash_attention.plan import plan_of, resolve_tiles
 from labkit.kernels.flash_attention.tiles import (
     MAX_HEAD_DIM,
     resolve_impl,

@@ -32,19 +32,20 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from labkit.accounting import attention_pairs
-from labkit.kernels.flash_attention.plan import Plan, facts_of, plan_of
+from labkit.kernels.flash_attention.plan import Call, Plan, facts_of, layout_of, tiles_for
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.tiles import (
-    IMPLS,
     MAX_HEAD_DIM,
-    PRECISIONS,
     TILED_DTYPES,
     TRITON_DTYPES,
-    listed,
+    AttentionConfig,
     resolve_impl,
+    resolve_precision,
 )
 from labkit.kernels.fused import (
     autocast_dtype,
+    check_kind,
+    check_shape,
     first_order,
     is_watched,
     operator,
@@ -52,92 +53,48 @@ from labkit.kernels.fused import (
 )
 from labkit.kernels.launch import REMEMBERED
 
-ALIKE = ("dtype", "device", "number of dimensions", "head dimension", "batch size")
-
 # ---- checks --------------------------------------------------------------------------------------
-
-
-def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises for what is no tensor with strides."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
-        if x.is_nested or x.layout != torch.strided:
-            raise ValueError(
-                f"{name} must be neither sparse nor nested; got a tensor of layout {x.layout}"
-            )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     """Raises for q, k and v that do not fit together."""
+    form = "(batch, length, d) or (batch, heads, length, d)"
+    accepted_dims, lengths, heads = (3, 4), -2, -3
+    if packed:
+        form = "(total, heads, d) with cu_seqlens"
+        accepted_dims, lengths, heads = (3,), 0, 1
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if packed and x.dim() != 3:
-            raise ValueError(
-                f"{name} must be (total, heads, d) with cu_seqlens; got shape {tuple(x.shape)}"
-            )
-        if x.dim() not in (3, 4):
-            raise ValueError(
-                f"{name} must be (batch, length, d) or (batch, heads, length, d); got shape "
-                f"{tuple(x.shape)}"
-            )
-        if x.dtype not in TILED_DTYPES:
-            raise ValueError(f"{name} must be of dtype {listed(TILED_DTYPES)}; got {x.dtype}")
-
-    def alike(x: Tensor) -> tuple:
-        batch_size = None if packed else x.shape[0]
-        return x.dtype, x.device, x.dim(), x.shape[-1], batch_size
-
-    for name, x in (("k", k), ("v", v)):
-        for what, expected, got in zip(ALIKE, alike(q), alike(x), strict=True):
-            if got != expected:
-                raise ValueError(f"{name} must have the {what} of q, {expected}; got {got}")
-    if v.shape != k.shape:
-        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}; got {tuple(v.shape)}")
-    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        check_kind(name, x, TILED_DTYPES if x is q else [q.dtype], like=q)
+        if x.dim() not in accepted_dims or x.numel() == 0:
+            raise ValueError(f"{name} must be {form}, each at least 1; got shape {tuple(x.shape)}")
+    if q.shape[-1] > MAX_HEAD_DIM:
         raise ValueError(f"the head dimension of q must be 1 to {MAX_HEAD_DIM}; got {q.shape[-1]}")
-    for name, x in (("q", q), ("k", k)):
-        if x.numel() == 0:
+    expected = list(q.shape)
+    expected[lengths] = k.shape[lengths]
+    if packed or q.dim() == 4:
+        expected[heads] = k.shape[heads]
+        if q.shape[heads] % k.shape[heads]:
             raise ValueError(
-                f"{name} must hold at least one batch, head and row; got shape {tuple(x.shape)}"
+                f"the heads of k must divide those of q, {q.shape[heads]}; got {k.shape[heads]}"
             )
-    axis = 1 if packed else -3
-    if (q.dim() == 4 or packed) and q.shape[axis] % k.shape[axis]:
-        raise ValueError(
-            f"the heads of k must divide those of q, {q.shape[axis]}; got {k.shape[axis]}"
-        )
-
-
-def _check_cu_seqlens(name: str, cu_seqlens, device: torch.device) -> None:
-    """Raises for cumulative lengths of a wrong kind; their values are `check_lengths`'s, which has
-    to read them.
-    """
-    if cu_seqlens is None:
-        raise ValueError(
-            f"{name} must be given too: a packed batch takes both cu_seqlens_q and cu_seqlens_k"
-        )
-    dtype = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-    if dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be an int32 or int64 tensor; got {dtype}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        shape = tuple(cu_seqlens.shape)
-        raise ValueError(
-            f"{name} must be of shape (batch + 1,) with a batch of at least one; got shape {shape}"
-        )
-    if cu_seqlens.device != device:
-        raise ValueError(f"{name} must be on the device of q, {device}; got {cu_seqlens.device}")
-    if not cu_seqlens.is_contiguous():
-        raise ValueError(f"{name} must be contiguous; got stride {cu_seqlens.stride(0)}")
+    check_shape("k", k, *expected)
+    check_shape("v", v, *k.shape)
 
 
 def check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
-    """Raises for arguments of a packed batch that do not fit together, or are given without one."""
+    """Raises for arguments of a packed batch that do not fit together, or are given without one;
+    the values of cumulative lengths are `check_lengths`'s, which has to read them.
+    """
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
-        _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
-        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device)
-        if cu_seqlens_q.shape != cu_seqlens_k.shape:
-            shapes = f"{tuple(cu_seqlens_q.shape)}; got {tuple(cu_seqlens_k.shape)}"
-            raise ValueError(f"cu_seqlens_k must have the shape of cu_seqlens_q, {shapes}")
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            check_kind(name, x, (torch.int32, torch.int64), like=q)
+            if x.dim() != 1 or x.shape[0] < 2 or not x.is_contiguous():
+                raise ValueError(
+                    f"{name} must be dense, of shape (batch + 1,) with a batch of at least one; "
+                    f"got shape {tuple(x.shape)}, strides {x.stride()}"
+                )
+        check_shape("cu_seqlens_k", cu_seqlens_k, *cu_seqlens_q.shape)
     for name, max_seqlen in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if max_seqlen is None:
             continue
@@ -145,7 +102,7 @@ def check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqle
             raise ValueError(
                 f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}"
             )
-        if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int):
+        if not isinstance(max_seqlen, int):
             raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
 
 
@@ -176,12 +133,6 @@ def _check_scale(scale) -> None:
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be None or a positive finite number; got {scale}")
-
-
-def _check_names(impl, precision) -> None:
-    for name, value, accepted in (("impl", impl, IMPLS), ("precision", precision, PRECISIONS)):
-        if value not in accepted:
-            raise ValueError(f"{name} must be one of {listed(accepted)}; got {value!r}")
 
 
 def check_lengths(
@@ -239,83 +190,101 @@ def _empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     return _empty_like_layout(q), q.new_empty(lse_shape, dtype=lse_dtype)
 
 
-def _sequences(cu_seqlens_q, cu_seqlens_k, of_queries: tuple, of_keys: tuple, lse: Tensor):
-    """Yields views of these tensors, those of queries first and the log-sum-exp last, of each
-    sequence of a packed batch as (1, H, S, D), or as they are where none is packed.
-    """
-    if cu_seqlens_q is None:
-        yield *of_queries, *of_keys, lse
-        return
-    pairs_q, pairs_k = (itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
-    for (begin_q, end_q), (begin_k, end_k) in zip(pairs_q, pairs_k, strict=True):
-        rows = [x[begin_q:end_q] for x in of_queries] + [x[begin_k:end_k] for x in of_keys]
-        yield *(x.transpose(0, 1).unsqueeze(0) for x in rows), lse[:, begin_q:end_q].unsqueeze(0)
-
-
 class TiledPlan:
     """The same in plain PyTorch: what `Plan` does, as impl "tiled"."""
 
-    def __init__(self, scale: float, left: int, right: int):
+    def __init__(self, scale: float, left: int, right: int, packed: bool):
         self.mask = {"scale": scale, "left": left, "right": right}
+        self.packed = packed
 
-    def forward(self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None) -> tuple[Tensor, Tensor]:
-        out, lse = _empty_outputs(q, cu_seqlens_q is not None)
-        # What no sequence covers.
-        out.zero_()
-        lse.fill_(-math.inf)
-        sequences = _sequences(cu_seqlens_q, cu_seqlens_k, (q, out), (k, v), lse)
-        for q_s, out_s, k_s, v_s, lse_s in sequences:
-            out_s[:], lse_s[:] = tiled_attention_forward(q_s, k_s, v_s, **self.mask)
-        return out, lse
+    def by_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns packed tensors (total, H, D) as (H, total, D) and back, others as they are."""
+        return [x.transpose(0, 1) if self.packed else x for x in tensors]
 
-    def backward(
-        self, grad_out, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = tuple(_empty_like_layout(x).zero_() for x in (q, k, v))
-        of_queries, of_keys = (grad_out, q, out, grads[0]), (k, v, *grads[1:])
-        for sequence in _sequences(cu_seqlens_q, cu_seqlens_k, of_queries, of_keys, lse):
-            grad_out_s, q_s, out_s, grad_q_s, k_s, v_s, grad_k_s, grad_v_s, lse_s = sequence
-            arguments = (grad_out_s, q_s, k_s, v_s, out_s, lse_s)
-            grad_q_s[:], grad_k_s[:], grad_v_s[:] = tiled_attention_backward(
-                *arguments, **self.mask
-            )
-        return grads
+    def options(self, cu_seqlens: tuple[Tensor, ...]) -> dict:
+        """Returns the mask and where each sequence of a packed batch begins and ends."""
+        if not self.packed:
+            return self.mask
+        rows = [itertools.pairwise(x.tolist()) for x in cu_seqlens]
+        return self.mask | {"sequences": list(zip(*rows, strict=True))}
+
+    def forward(self, q, k, v, *cu_seqlens) -> tuple[Tensor, Tensor]:
+        out, lse = tiled_attention_forward(*self.by_heads(q, k, v), **self.options(cu_seqlens))
+        return _empty_like_layout(q).copy_(*self.by_heads(out)), lse
+
+    def backward(self, grad_out, q, k, v, out, lse, *cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = self.by_heads(grad_out, q, k, v, out)
+        grads = tiled_attention_backward(*inputs, lse, **self.options(cu_seqlens))
+        pairs = zip((q, k, v), self.by_heads(*grads), strict=True)
+        return tuple(_empty_like_layout(x).copy_(grad) for x, grad in pairs)
 
 
 _PLANS: dict[tuple, Plan | TiledPlan] = {}
 
 
-def _checked_plan(inputs: tuple, options: tuple) -> Plan | TiledPlan:
+def plan_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    left: int = -1,
+    right: int = -1,
+    precision: str = "auto",
+    impl: str = "triton",
+    config: AttentionConfig | None = None,
+) -> Plan | TiledPlan:
     """Returns what attention of these tensors runs; raises for tensors that do not fit together.
 
-    `inputs` are q, k, v and both cumulative lengths, `options` scale, left, right, precision and
-    impl, as `_forward` takes them.
-    Both are worked out at the first call of a kind. Later ones find the plan, for checks alone
-    would take the host longer than a launch.
+    It is worked out at the first call of a kind. Later ones find the plan, for checks alone would
+    take the host longer than a launch.
+
+    Args:
+        scale: None is 1/√d.
+        left, right: how many keys a query sees before and after its own on the diagonal, −1 without
+            limit.
+        config: in place of the shipped tiles of "triton".
     """
-    q, k, v, *cu_seqlens = inputs
-    packed = cu_seqlens[0] is not None
+    packed = cu_seqlens_q is not None
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k) if packed else ()
     try:
-        lengths = tuple(map(facts_of, cu_seqlens)) if packed else None
+        lengths = tuple(map(facts_of, cu_seqlens))
+        options = (scale, left, right, precision, impl, config)
         key = (facts_of(q), facts_of(k), facts_of(v), lengths, options)
     except (AttributeError, RuntimeError):
         # Of what is no tensor, or of a sparse or nested one, which has no strides.
-        _check_kinds(q, k, v)
+        _check_tensors(q, k, v, packed)
         raise
     plan = _PLANS.get(key)
     if plan is None:
-        scale, left, right, precision, impl = options
         _check_tensors(q, k, v, packed)
-        _check_names(impl, precision)
         impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
+        precision = resolve_precision(q, precision, packed=packed)
+        scale = scale or 1 / math.sqrt(q.shape[-1])
         if impl == "tiled":
-            plan = TiledPlan(scale or 1 / math.sqrt(q.shape[-1]), left, right)
+            plan = TiledPlan(scale, left, right, packed)
         else:
-            plan = plan_of(*inputs, scale, left, right, precision, impl)
+            layouts = map(layout_of, (q, k, v))
+            lengths = tuple(map(layout_of, cu_seqlens))
+            plan = Plan(Call(*layouts, lengths, scale, left, right, precision, impl, config))
         if len(_PLANS) >= REMEMBERED:
             _PLANS.clear()
         _PLANS[key] = plan
     return plan
+
+
+def resolve_tiles(
+    q: Tensor, k: Tensor, *, causal: bool, precision: str = "auto"
+) -> AttentionConfig:
+    """Returns the tiles that the Triton kernels run with: what a record should name.
+
+    Args:
+        q, k: (B, H, S, D) or (B, S, D), dense.
+        precision: as `flash_attention` takes it.
+    """
+    call = plan_of(q, k, k, right=0 if causal else -1, precision=precision).call
+    return tiles_for(call, call[:3])
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -337,7 +306,7 @@ def _forward(
     max_seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    plan = _checked_plan(inputs, (scale, left, right, precision, impl))
+    plan = plan_of(*inputs, scale, left, right, precision, impl)
     if cu_seqlens_q is not None:
         check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return plan.forward(*inputs)
@@ -365,7 +334,7 @@ def _backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    plan = _checked_plan((q, k, v, *cu_seqlens), (scale, left, right, precision, impl))
+    plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
     return plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
 
 
@@ -467,26 +436,26 @@ def flash_attention(
     """
     is_shown = is_watched((q, k, v))
     if is_shown:
-        _check_kinds(q, k, v)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_kind(name, x, TILED_DTYPES, like=q)
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = (x.to(dtype) if x.dtype in TRITON_DTYPES else x for x in (q, k, v))
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    check_packing(q, *cu_seqlens, *longest)
+    inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    longest = (max_seqlen_q, max_seqlen_k)
+    check_packing(q, cu_seqlens_q, cu_seqlens_k, *longest)
     left, right = _check_window(window, causal)
     _check_scale(scale)
     refuse_forward_mode("flash_attention")
     options = (scale, left, right, precision, impl)
+    packed = cu_seqlens_q is not None
     # The meta device has no memory to launch on: its tensors are shown to the operator.
     if is_shown or q.is_meta:
         _check_tensors(q, k, v, packed)
-        _check_names(impl, precision)
-        return _forward.op(q, k, v, *cu_seqlens, *options, *longest)[0]
-    inputs = (q, k, v, *cu_seqlens)
-    plan = _checked_plan(inputs, options)
+        return _forward.op(*inputs, *options, *longest)[0]
+    plan = plan_of(*inputs, *options)
     if packed:
-        check_lengths(q, k, *cu_seqlens, *longest)
+        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, *longest)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _attend(plan, options, *inputs)
     return plan.forward(*inputs)[0]
@@ -529,7 +498,7 @@ class FlashAttention(torch.autograd.Function):
     ) -> Tensor:
         inputs = (q, k, v, None, None)
         options = (None, -1, 0 if is_causal else -1, "auto", impl)
-        return _EagerAttention.forward(ctx, _checked_plan(inputs, options), options, *inputs)
+        return _EagerAttention.forward(ctx, plan_of(*inputs, *options), options, *inputs)
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):

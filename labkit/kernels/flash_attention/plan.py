@@ -6,7 +6,6 @@ of the gradient, backward.
 Shape suffixes: B batch, H query heads, S length, D head dimension.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,7 +21,6 @@ from labkit.kernels.flash_attention.tiles import (
     TileConfig,
     capability_of,
     hopper_kernels,
-    resolve_precision,
     select_tiles,
 )
 from labkit.kernels.flash_attention.triton import (
@@ -36,9 +34,8 @@ from labkit.kernels.flash_attention.triton import (
     flash_attention_bwd_kernel,
     flash_attention_fwd_kernel,
     slice_elements,
-    split_head_dim,
 )
-from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
+from labkit.kernels.launch import Launch, num_multiprocessors
 
 SLICES_BLOCK = 16  # rows that a program cuts into slices
 # Elements between rows from which offsets inside a tile of 128 rows might not fit in int32.
@@ -120,13 +117,13 @@ def alignment_of(*layouts: Layout) -> int:
 
 class Call(NamedTuple):
     """What a launch depends on. `cu_seqlens` are the layouts of cumulative lengths, and none of
-    their values; `config` is None for the shipped tiles.
+    their values, empty for a batch that is not packed; `config` is None for the shipped tiles.
     """
 
     q: Layout
     k: Layout
     v: Layout
-    cu_seqlens: tuple[Layout, Layout] | None
+    cu_seqlens: tuple[Layout, ...]
     scale: float
     left: int
     right: int
@@ -136,7 +133,7 @@ class Call(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        return self.cu_seqlens is not None
+        return bool(self.cu_seqlens)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
@@ -205,16 +202,11 @@ def _strides(*layouts: Layout) -> tuple[tuple[int, int, int], ...]:
 
 def _flags(call: Call, tile: TileConfig, layouts: tuple[Layout, ...]) -> dict:
     """Returns the constants that forward and backward kernels share."""
-    head_dim = call.q.shape[-1]
-    alignment = alignment_of(*layouts)
-    block_d, tail_d = split_head_dim(head_dim, aligned=alignment > 1)
     return {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "TAIL_D": tail_d,
+        "HEAD_DIM": call.q.shape[-1],
         "IS_PACKED": call.packed,
         "PRECISION": call.precision,
-        "ALIGNMENT": alignment,
+        "ALIGNMENT": alignment_of(*layouts),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -472,13 +464,11 @@ class Plan:
     """
 
     def __init__(self, call: Call):
-        _, _, _, num_queries, num_keys, head_dim = call.sizes
+        _, _, _, num_queries, num_keys, _ = call.sizes
         # A limit that no pair of positions reaches is none, and its loop then costs nothing.
         self.call = call = call._replace(
-            scale=1 / math.sqrt(head_dim) if call.scale is None else call.scale,
             left=-1 if call.left >= num_keys else call.left,
             right=-1 if call.right >= num_queries else call.right,
-            precision=resolve_precision(call.q, call.precision, packed=call.packed),
         )
         self.device_index = call.q.device.index
         inputs, self.read = _read(call, call.q, call.k, call.v)
@@ -572,46 +562,3 @@ class Plan:
         write_statistics(out, inputs[3], lse.contiguous(), *scratch[:2], counters, cu_seqlens[0])
         write_gradients(inputs, scratch, grads, cu_seqlens)
         return grads
-
-
-_plan_of = functools.lru_cache(maxsize=REMEMBERED)(Plan)
-
-
-def plan_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None,
-    left: int = -1,
-    right: int = -1,
-    precision: str = "auto",
-    impl: str = "triton",
-    config: AttentionConfig | None = None,
-) -> Plan:
-    """Returns what attention of these tensors launches, whose arguments other than these are not
-    checked.
-
-    `scale` None is 1/√d. `left` and `right` are how many keys a query sees before and after its own
-    on the diagonal, −1 without limit; `impl` is "triton" or "gluon"; `config` overrides the tiles
-    of "triton".
-    """
-    layouts = (layout_of(q), layout_of(k), layout_of(v))
-    cu_seqlens = None
-    if cu_seqlens_q is not None:
-        cu_seqlens = (layout_of(cu_seqlens_q), layout_of(cu_seqlens_k))
-    return _plan_of(Call(*layouts, cu_seqlens, scale, left, right, precision, impl, config))
-
-
-def resolve_tiles(
-    q: Tensor, k: Tensor, *, causal: bool, precision: str = "auto"
-) -> AttentionConfig:
-    """Returns the tiles that the Triton kernels run with: what a record should name.
-
-    Args:
-        q, k: (B, H, S, D) or (B, S, D), dense.
-        precision: as `flash_attention` takes it.
-    """
-    call = plan_of(q, k, k, right=0 if causal else -1, precision=precision).call
-    return tiles_for(call, call[:3])

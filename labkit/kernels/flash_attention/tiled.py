@@ -20,11 +20,13 @@ Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from labkit.kernels.fused import outside_autocast
+from labkit.kernels.reference import visible
 
 # Long enough that a matrix product is most of a tile's work on a CPU, short enough that a tile
 # stays in its cache.
@@ -36,46 +38,50 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _tile_pairs(num_queries: int, num_keys: int, left: int, right: int, tile_q: int, tile_k: int):
-    """Yields the query slices, each with the slices of keys that any of its queries sees."""
-    diagonal = num_keys - num_queries
-    for q_begin in range(0, num_queries, tile_q):
-        q_end = min(q_begin + tile_q, num_queries)
-        k_first = 0 if left < 0 else max(0, q_begin + diagonal - left)
-        k_end = num_keys if right < 0 else min(num_keys, q_end + diagonal + right)
-        starts = range(k_first // tile_k * tile_k, max(k_end, 0), tile_k)
-        yield (
-            slice(q_begin, q_end),
-            [slice(begin, min(begin + tile_k, num_keys)) for begin in starts],
-        )
+def _tiles(
+    num_queries: int,
+    num_keys: int,
+    sequences: Sequence[tuple],
+    left: int,
+    right: int,
+    tile_q: int,
+    tile_k: int,
+):
+    """Yields slices of queries, each with how far before its own key a query stands, and with the
+    slices of keys that any of its queries sees.
+    """
+    for (q_first, q_last), (k_first, k_last) in sequences or [((0, num_queries), (0, num_keys))]:
+        diagonal = k_last - q_last
+        for q_begin in range(q_first, q_last, tile_q):
+            q_end = min(q_begin + tile_q, q_last)
+            begin = 0 if left < 0 else max(0, q_begin + diagonal - left - k_first)
+            end = k_last if right < 0 else min(k_last, q_end + diagonal + right)
+            starts = range(k_first + begin // tile_k * tile_k, end, tile_k)
+            keys = [slice(start, min(start + tile_k, k_last)) for start in starts]
+            yield slice(q_begin, q_end), diagonal, keys
 
 
 def _mask(
     scores_QK: Tensor, queries: slice, keys: slice, diagonal: int, left: int, right: int
 ) -> Tensor:
     """Returns the tile of scores, −inf where the query does not see the key."""
-    device = scores_QK.device
-    query = torch.arange(queries.start, queries.stop, device=device)[:, None] + diagonal
-    key = torch.arange(keys.start, keys.stop, device=device)
-    if right >= 0:
-        scores_QK = scores_QK.masked_fill(key > query + right, -math.inf)
-    if left >= 0:
-        scores_QK = scores_QK.masked_fill(key < query - left, -math.inf)
-    return scores_QK
+    if left < 0 and right < 0:
+        return scores_QK
+    positions_Q, positions_K = (
+        torch.arange(rows.start, rows.stop, device=scores_QK.device) for rows in (queries, keys)
+    )
+    visible_QK = visible(positions_Q + diagonal, positions_K, left, right)
+    return scores_QK.masked_fill(~visible_QK, -math.inf)
 
 
 def _shared_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Returns keys or values (..., H_k, K, D) once for each of q's heads."""
-    if q.dim() < 4:
-        return x
+    """Returns keys or values (H_k, K, D) once for each of q's heads."""
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)
 
 
 def _sum_over_group(grad: Tensor, x: Tensor) -> Tensor:
-    """Returns the gradient of x (..., H_k, K, D) from that of its copies for each query head."""
-    if grad.dim() < 4:
-        return grad
-    return grad.unflatten(-3, (x.shape[-3], -1)).sum(dim=-3)
+    """Returns the gradient of x (H_k, K, D) from that of its copies for each query head."""
+    return grad.unflatten(-3, (x.shape[-3], -1)).sum(dim=-3).to(x.dtype)
 
 
 @outside_autocast
@@ -89,29 +95,33 @@ def tiled_attention_forward(
     right: int,
     tile_q: int = TILE_Q,
     tile_k: int = TILE_K,
+    sequences: Sequence[tuple] = (),
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, (..., Q, D) in q's dtype, and the log-sum-exp, (..., Q) in fp32 (fp64 for
     fp64).
 
     Args:
-        q, k, v: (..., length, D); with four dimensions k and v may have fewer heads than q.
+        q, k, v: (..., heads, length, D), a batch of one head also without a dimension of heads; k
+            and v may have fewer heads.
         scale: of the scores.
         left, right: how many keys each query sees before and after its own on the diagonal, which
             is aligned to the bottom right; −1 is without limit.
         tile_q, tile_k: rows and columns of a tile.
+        sequences: of a packed batch, the begin and the end of each one's queries and of its keys,
+            which see no others. Rows of none get zeros, and −∞.
     """
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q)
     k, v = _shared_heads(k, q), _shared_heads(v, q)
     dtype = _accumulation_dtype(q.dtype)
-    lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-    num_queries, num_keys = q.shape[-2], k.shape[-2]
-    for queries, key_tiles in _tile_pairs(num_queries, num_keys, left, right, tile_q, tile_k):
+    lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+    tiles = _tiles(q.shape[-2], k.shape[-2], sequences, left, right, tile_q, tile_k)
+    for queries, diagonal, key_tiles in tiles:
         q_QD = q[..., queries, :].to(dtype) * scale
         maximum_Q = q_QD.new_full(q_QD.shape[:-1], -math.inf)
         sum_Q, acc_QD = torch.zeros_like(maximum_Q), torch.zeros_like(q_QD)
         for keys in key_tiles:
             scores_QK = q_QD @ k[..., keys, :].to(dtype).transpose(-2, -1)
-            scores_QK = _mask(scores_QK, queries, keys, num_keys - num_queries, left, right)
+            scores_QK = _mask(scores_QK, queries, keys, diagonal, left, right)
             new_maximum_Q = torch.maximum(maximum_Q, scores_QK.amax(dim=-1))
             # While a row has seen no key its maximum is −inf, and −inf − (−inf) would be NaN.
             shift_Q = new_maximum_Q.masked_fill(new_maximum_Q == -math.inf, 0)
@@ -140,6 +150,7 @@ def tiled_attention_backward(
     right: int,
     tile_q: int = TILE_Q,
     tile_k: int = TILE_K,
+    sequences: Sequence[tuple] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, in their shapes and dtypes; arguments as in
     `tiled_attention_forward`.
@@ -150,8 +161,8 @@ def tiled_attention_backward(
     grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
     grad_k = torch.zeros(shared_k.shape, dtype=dtype, device=q.device)
     grad_v = torch.zeros_like(grad_k)
-    num_queries, num_keys = q.shape[-2], k.shape[-2]
-    for queries, key_tiles in _tile_pairs(num_queries, num_keys, left, right, tile_q, tile_k):
+    tiles = _tiles(q.shape[-2], k.shape[-2], sequences, left, right, tile_q, tile_k)
+    for queries, diagonal, key_tiles in tiles:
         q_QD, grad_out_QD = q[..., queries, :].to(dtype), grad_out[..., queries, :].to(dtype)
         lse_Q = lse[..., queries]
         # exp(−inf − ∞) = 0: a row that saw no key passes no gradient on.
@@ -161,12 +172,11 @@ def tiled_attention_backward(
             v_KD = shared_v[..., keys, :].to(dtype)
             # In the order of the forward pass, so that exp(S − L) subtracts equal roundings.
             scores_QK = (q_QD * scale) @ k_KD.transpose(-2, -1)
-            scores_QK = _mask(scores_QK, queries, keys, num_keys - num_queries, left, right)
+            scores_QK = _mask(scores_QK, queries, keys, diagonal, left, right)
             p_QK = torch.exp(scores_QK - lse_Q[..., None])
             grad_p_QK = grad_out_QD @ v_KD.transpose(-2, -1)
             grad_scores_QK = scale * p_QK * (grad_p_QK - delta[..., queries, None])
             grad_q[..., queries, :] += grad_scores_QK @ k_KD
             grad_k[..., keys, :] += grad_scores_QK.transpose(-2, -1) @ q_QD
             grad_v[..., keys, :] += p_QK.transpose(-2, -1) @ grad_out_QD
-    grad_k, grad_v = _sum_over_group(grad_k, k), _sum_over_group(grad_v, v)
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+    return grad_q.to(q.dtype), _sum_over_group(grad_k, k), _sum_over_group(grad_v, v)

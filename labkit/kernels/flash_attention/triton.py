@@ -44,6 +44,7 @@ LENGTHS = ("max_queries", "max_keys", "max_own", "max_other", "num_heads", "num_
 LENGTHS += ("left", "right", "before", "after", "num_counters")
 
 
+@triton.constexpr_function
 def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
     """Returns (block, tail): the powers of two that a head dimension is cut into, tail 0 where one
     holds it.
@@ -72,12 +73,12 @@ def slice_elements(head_dim: int) -> int:
 
 
 @triton.jit
-def _columns(BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr):
+def _columns(HEAD_DIM: tl.constexpr, ALIGNMENT: tl.constexpr):
     """The columns of each part of a head dimension."""
-    if TAIL_D == 0:
-        columns = (tl.arange(0, BLOCK_D),)
-    else:
-        columns = (tl.arange(0, BLOCK_D), BLOCK_D + tl.arange(0, TAIL_D))
+    WIDTHS: tl.constexpr = split_head_dim(HEAD_DIM, ALIGNMENT > 1)
+    columns = (tl.arange(0, WIDTHS[0]),)
+    if WIDTHS[1]:
+        columns += (WIDTHS[0] + tl.arange(0, WIDTHS[1]),)
     return columns
 
 
@@ -143,7 +144,6 @@ def _load(
     row_mask,
     columns,
     HEAD_DIM: tl.constexpr,
-    MASK_COLS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -157,7 +157,8 @@ def _load(
     for i in tl.static_range(len(columns)):
         pointers = ptr + _offsets(rows, columns[i], strides[2], ALIGNMENT)
         inside = None if row_mask is None else row_mask[:, None]
-        if MASK_COLS and i == len(columns) - 1:
+        # Only the last part may be wider than what it has to hold.
+        if i == len(columns) - 1 and HEAD_DIM % columns[i].shape[0] != 0:
             existing = (columns[i] < HEAD_DIM)[None, :]
             inside = existing if inside is None else inside & existing
         other = None if inside is None else 0.0
@@ -185,14 +186,13 @@ def _store(
     parts,
     factor,
     HEAD_DIM: tl.constexpr,
-    MASK_COLS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
     """Writes the accumulators times a factor."""
     ptr += start_of(strides, batch, head, first_row, ALIGNMENT)
     for i in tl.static_range(len(columns)):
         inside = row_mask[:, None]
-        if MASK_COLS and i == len(columns) - 1:
+        if i == len(columns) - 1 and HEAD_DIM % columns[i].shape[0] != 0:
             inside = inside & (columns[i] < HEAD_DIM)[None, :]
         tile = (parts[i] * factor).to(ptr.dtype.element_ty)
         tl.store(ptr + _offsets(rows, columns[i], strides[2], ALIGNMENT), tile, mask=inside)
@@ -423,8 +423,6 @@ def flash_attention_fwd_kernel(
     left,
     right,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -462,13 +460,12 @@ def flash_attention_fwd_kernel(
     rows_q = tl.arange(0, BLOCK_Q)
     rows_k = tl.arange(0, BLOCK_K)
     mask_q = rows_q < num_queries - q_begin
-    columns = _columns(BLOCK_D, TAIL_D)
-    MASK_COLS: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
+    columns = _columns(HEAD_DIM, ALIGNMENT)
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     key_head = head // group
     row_q = first_q + q_begin
     where = (head, row_q, rows_q, mask_q, columns)
-    q = _load(q_ptr, q_strides, batch, *where, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION)
+    q = _load(q_ptr, q_strides, batch, *where, HEAD_DIM, ALIGNMENT, PRECISION)
     acc = _zeros(BLOCK_Q, columns)
     maximum = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_Q,), dtype=tl.float32)
@@ -515,7 +512,6 @@ def flash_attention_fwd_kernel(
                 mask_k,
                 columns,
                 HEAD_DIM,
-                MASK_COLS,
                 ALIGNMENT,
                 PRECISION,
             )
@@ -549,7 +545,6 @@ def flash_attention_fwd_kernel(
                 mask_k,
                 columns,
                 HEAD_DIM,
-                MASK_COLS,
                 ALIGNMENT,
                 PRECISION,
             )
@@ -561,7 +556,7 @@ def flash_attention_fwd_kernel(
     divisor = tl.where(total == 0.0, 1.0, total)
     result = batch + split * num_sequences
     factor = 1 / divisor[:, None]
-    _store(out_ptr, out_strides, result, *where, acc, factor, HEAD_DIM, MASK_COLS, ALIGNMENT)
+    _store(out_ptr, out_strides, result, *where, acc, factor, HEAD_DIM, ALIGNMENT)
     lse = (maximum + tl.log2(divisor)) * 0.6931471805599453
     lse_ptr += start_of(lse_strides, result, head, row_q, 1)
     tl.store(lse_ptr + rows_q, lse, mask=mask_q)
@@ -613,9 +608,8 @@ def flash_attention_bwd_delta_kernel(
     rows = tl.arange(0, BLOCK_Q)
     mask = rows < num_queries - begin
     where = (batch, head, first_q + begin, rows, mask, (tl.arange(0, PADDED_D),))
-    MASK_COLS: tl.constexpr = PADDED_D > HEAD_DIM
-    out = _load(out_ptr, out_strides, *where, HEAD_DIM, MASK_COLS, ALIGNMENT, "ieee")
-    grad_out = _load(grad_out_ptr, grad_out_strides, *where, HEAD_DIM, MASK_COLS, ALIGNMENT, "ieee")
+    out = _load(out_ptr, out_strides, *where, HEAD_DIM, ALIGNMENT, "ieee")
+    grad_out = _load(grad_out_ptr, grad_out_strides, *where, HEAD_DIM, ALIGNMENT, "ieee")
     delta = tl.sum(out[0][0].to(tl.float32) * grad_out[0][0].to(tl.float32), axis=1)
     lse_ptr += start_of(lse_strides, batch, head, first_q + begin, 1)
     lse = tl.load(lse_ptr + rows, mask=mask, other=float("-inf"))
@@ -660,8 +654,6 @@ def flash_attention_bwd_kernel(
     after,
     OF_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TAIL_D: tl.constexpr,
     OWN_BLOCK: tl.constexpr,
     OTHER_BLOCK: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
@@ -705,13 +697,12 @@ def flash_attention_bwd_kernel(
     rows_own = tl.arange(0, OWN_BLOCK)
     rows_other = tl.arange(0, OTHER_BLOCK)
     mask_own = rows_own < num_own - own_begin
-    columns = _columns(BLOCK_D, TAIL_D)
-    MASK_COLS: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
+    columns = _columns(HEAD_DIM, ALIGNMENT)
     DTYPE: tl.constexpr = own_ptrs[0].dtype.element_ty
     own_row = first_own + own_begin
     where = (batch, head, own_row, rows_own, mask_own, columns)
-    own_x = _load(own_ptrs[0], own_strides[0], *where, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION)
-    own_y = _load(own_ptrs[1], own_strides[1], *where, HEAD_DIM, MASK_COLS, ALIGNMENT, PRECISION)
+    own_x = _load(own_ptrs[0], own_strides[0], *where, HEAD_DIM, ALIGNMENT, PRECISION)
+    own_y = _load(own_ptrs[1], own_strides[1], *where, HEAD_DIM, ALIGNMENT, PRECISION)
     grad_x = _zeros(OWN_BLOCK, columns)
     grad_y = _zeros(OWN_BLOCK, columns)
 
@@ -759,7 +750,6 @@ def flash_attention_bwd_kernel(
                     mask,
                     columns,
                     HEAD_DIM,
-                    MASK_COLS,
                     ALIGNMENT,
                     PRECISION,
                 )
@@ -773,7 +763,6 @@ def flash_attention_bwd_kernel(
                     mask,
                     columns,
                     HEAD_DIM,
-                    MASK_COLS,
                     ALIGNMENT,
                     PRECISION,
                 )
@@ -803,9 +792,9 @@ def flash_attention_bwd_kernel(
                 grad_scores = _operand(p * grad_p, DTYPE, PRECISION)
                 grad_x = _accumulate(grad_scores, x, grad_x, PRECISION)
 
-    _store(grad_ptrs[0], grad_strides[0], *where, grad_x, scale, HEAD_DIM, MASK_COLS, ALIGNMENT)
+    _store(grad_ptrs[0], grad_strides[0], *where, grad_x, scale, HEAD_DIM, ALIGNMENT)
     if OF_KEYS:
-        _store(grad_ptrs[1], grad_strides[1], *where, grad_y, 1.0, HEAD_DIM, MASK_COLS, ALIGNMENT)
+        _store(grad_ptrs[1], grad_strides[1], *where, grad_y, 1.0, HEAD_DIM, ALIGNMENT)
 
 
 @triton.jit
