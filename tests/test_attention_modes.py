@@ -23,7 +23,6 @@ from torch.autograd import forward_ad
 from labkit.kernels import flash_attention as fa
 from labkit.kernels.flash_attention import flash_attention
 from labkit.kernels.flash_attention.op import check_lengths
-from labkit.kernels.flash_attention.qkv import flash_attention_qkv
 
 IMPLS = ["triton", "tiled"]
 
@@ -139,23 +138,3 @@ def test_forward_mode_is_refused(impl):
         for mode in (contextlib.nullcontext(), torch.no_grad()):
             with mode, pytest.raises(NotImplementedError, match="forward mode"):
                 attend(dual, k, k)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@runs_interpreted
-def test_a_projection_is_attention_of_its_parts(impl):
-    """In fp64, and under autocast where sequences of one length are a batch."""
-    for dtype, lengths, longest, autocast in (
-        (torch.float64, (2, 4), 4, False),
-        (torch.float32, (3, 3), 3, True),
-    ):
-        qkv, cu_seqlens = draw(6, 3, 1, 8).to(dtype).requires_grad_(), cumulative(lengths)
-        with torch.autocast("cpu", torch.float16, enabled=autocast):
-            out = flash_attention_qkv(qkv, cu_seqlens, longest)
-        assert out.dtype == (torch.float16 if autocast else dtype)
-        (grad,) = torch.autograd.grad(out.sum(), qkv)
-        tensors = (*qkv.detach().unbind(1), torch.ones(6, 1, 8))
-        expected, *grads = one_by_one(torch.float64, tensors, cu_seqlens, cu_seqlens)
-        tolerance = {"rtol": 1e-2, "atol": 1e-2} if autocast else {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(out.double(), expected, **tolerance)
-        torch.testing.assert_close(grad.double(), torch.stack(grads, dim=1), **tolerance)
