@@ -453,19 +453,17 @@ def one_by_one(
     dtype: torch.dtype, tensors: tuple, cu_q: Tensor, cu_k: Tensor, **mask
 ) -> list[Tensor]:
     """Returns the output and the gradients of a packed batch by the formula in `dtype`, sequence by
-    sequence.
+    sequence; zeros for rows of none.
     """
     *packed, grad_out = (x.detach().to(dtype).requires_grad_() for x in tensors)
-    parts = []
-    for rq, rk in zip(
-        itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True
-    ):
+    out = torch.zeros_like(packed[0])
+    pairs = (itertools.pairwise(cu_seqlens.tolist()) for cu_seqlens in (cu_q, cu_k))
+    for rows_q, rows_k in zip(*pairs, strict=True):
         sequence = (
             x[slice(*rows)].transpose(0, 1)[None]
-            for x, rows in zip(packed, (rq, rk, rk), strict=True)
+            for x, rows in zip(packed, (rows_q, rows_k, rows_k), strict=True)
         )
-        parts.append(attention_reference(*sequence, **mask)[0].transpose(0, 1))
-    out = torch.cat(parts)
+        out[slice(*rows_q)] = attention_reference(*sequence, **mask)[0].transpose(0, 1)
     return [out, *torch.autograd.grad(out, packed, grad_out)]
 
 
