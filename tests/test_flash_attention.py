@@ -694,27 +694,6 @@ def test_the_sums_of_the_single_pass_are_put_in_order(head_dim):
     torch.testing.assert_close(grad_q, expected, rtol=0, atol=0)
 
 
-def test_it_compiles_into_a_full_graph():
-    """Which gives what eager gives, forward and backward; to the compiler `impl` is an argument."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn((1, 2, 20, 8), generator=generator) for _ in range(3)]
-    cu_seqlens = cumulative((12, 8))
-
-    def model(q, k, v):
-        dense = flash_attention(q * 2, k, v, causal=True)
-        packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-        rows = [x[0].transpose(0, 1) for x in (dense, k, v)]
-        return flash_attention(*rows, window=(5, -1), **packing).square().sum()
-
-    results = []
-    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        loss = function(*leaves)
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y)
-
-
 def test_under_autocast_it_runs_in_the_autocast_dtype():
     q, k, v = (torch.randn(1, 2, 8, 4).requires_grad_() for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):
