@@ -1,5 +1,4 @@
-"""An experiment whose cases misbehave on request, sessions of it, and a server that runs them in
-processes to kill.
+"""An experiment whose cases misbehave on request, and sessions of it, also in processes to kill.
 
 A case's parameters say what it does: `behaviour`, one of CLAIMS or FAULTS, happens at `at`: in one
 of its phases, while it is built ("build") or after its last phase ("after"). Each step is noted in
@@ -38,8 +37,8 @@ MEASUREMENT_VERSION = 1
 NOTEBOOK = "90_faulty_experiment"
 PHASES = ("first", "second", "third")
 MARK = "LABKIT_TEST_MARK"
-"""Environment variable that the server gives to a session: every process the session starts
-inherits it.
+"""Environment variable of a session in a process to kill: every process that it starts inherits
+it.
 """
 
 
@@ -240,43 +239,35 @@ def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = Fals
     return session
 
 
-def serve() -> None:
-    """Runs sessions as they are asked for on stdin, one JSON object a line, each in a process of
-    its own.
+def prepare(stderr: Path) -> None:
+    """Makes this process one whose forks are sessions, and whose stderr is a file.
 
-    Answers with the process id, and asked for it with its wait status. The processes are forks of
-    this one, which has everything imported: that takes longer than the session itself. It must
-    not ask for the device: CUDA does not work in a fork of a process that has used it.
+    It has everything imported, which takes longer than the session itself. It must not ask for the
+    device: CUDA does not work in a fork of a process that has used it.
     """
     import torch  # noqa: F401
 
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     # Workers that need neither a compiler nor a chapter need not wait for them.
     sweep.PRELOADED = ()
     sweep.notebooks.names = list
     sweep.has_gpu_driver = lambda: True
-
     source_state()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "ended" in request:
-            print(os.waitpid(request["ended"], 0)[1], flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            _serve_one(request)
-        print(pid, flush=True)
 
 
-def _serve_one(request: dict) -> None:
+def start(output: Path, plan: Sequence[Case], mark: str = "") -> int:
+    """Returns the id of a fork of this process, which runs a session."""
+    pid = os.fork()
+    if pid:
+        return pid
     code = 1
     try:
-        os.environ[MARK] = request["mark"]
+        os.environ[MARK] = mark
         # A shell without job control starts what it puts in the background deaf to interrupts, and
         # all that starts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout carries the server's answers only
-        plan = [make_case(**arguments) for arguments in request["plan"]]
-        open_session(request["output"], plan).run()
+        open_session(output, plan).run()
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -35,7 +35,11 @@ def captured():
     phases' alone.
     """
     run = partial(run_cases, CPU, [(*SHAPE, "train_step")], RangeMarker("kineto"))
-    table = profiling.launches(profiling.capture_with_kineto(run, "cpu"), STEP_PHASES)
+    trace = profiling.capture_with_kineto(run, "cpu")
+    table = profiling.launches(trace, STEP_PHASES)
+    # The operators' own times are together those of the outermost ones.
+    busy_ns = pytest.approx(profiling.busy_ns(table), rel=1e-3)
+    assert trace.total_ns == table["duration_ns"].sum() == busy_ns
     return [rows_of(table, f"step {number} nano 16 fp32 eager train_step") for number in range(2)]
 
 
@@ -53,8 +57,8 @@ def test_every_part_of_the_model_has_its_range_and_holds_its_operators(captured)
     model = {("forward", part) for part in ("embedding", "head", "norm")}
     assert model | {("optimizer",)} <= with_ranges
     assert plain <= {("forward",), ("backward",), ("optimizer",), ()}
-    core = rows_of(captured[0], "core")["short_name"].value_counts()
-    assert (core["aten::bmm"], core["aten::_softmax"]) == (4, 2)
+    core = rows_of(captured[0], "core")[["short_name", "kernel_class"]].value_counts()
+    assert (core["aten::bmm", "matmul"], core["aten::_softmax", "softmax"]) == (4, 2)
 
 
 def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):

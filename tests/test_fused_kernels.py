@@ -158,6 +158,7 @@ def check_compiled(
 
 
 WHOLE = ["rms_norm of a sum", "cross_entropy in place", "linear_cross_entropy", "gelu_mlp"]
+WHOLE += ["flash_attention"]
 
 
 @pytest.mark.parametrize(

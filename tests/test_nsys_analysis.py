@@ -14,7 +14,7 @@ from chapters import CPU, execute_smoke, finished
 from labkit.device import detect
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.captured_step import parameters_of
-from labkit.experiments.nsys_analysis import ProfiledCase, cases, run_case
+from labkit.experiments.nsys_analysis import ProfiledCase, cases
 from labkit.measure.profiling import Nsys, ProfileError, Trace
 
 NOTEBOOK = "02_nsys_analysis"
@@ -29,29 +29,6 @@ def this_device_is_a_cpu(monkeypatch, on_a_cpu):
 
 def parameters(context=16, precision="fp32", attention="eager") -> dict:
     return parameters_of("nano", str(context), precision, attention)
-
-
-def test_a_case_is_captured_under_its_own_label():
-    asked = parameters(precision="bf16", attention="auto")
-    one = dataclasses.replace(cases("smoke", "cpu")[0], parameters=asked)
-    measured = {phase: run() for phase, run in run_case(one, {})}
-    assert list(measured) == ["inference", "train_step"]
-    for phase, found in measured.items():
-        observed, metrics = found.observed, found.metrics
-        assert found.case == one.parameters and len(json.dumps(observed)) < 30_000
-        assert (observed["profiler"], observed["profiler_version"]) == (
-            "kineto cpu",
-            torch.__version__,
-        )
-        classes, ranges = observed["tables"]["classes"], observed["tables"]["ranges"]
-        assert sum(classes["total_us"]) / 1e3 == pytest.approx(metrics["step_kernel_ms"], rel=1e-3)
-        assert sum(classes["launches"]) == metrics["num_launches"]
-        assert sum(ranges["launches"]) == metrics["num_launches_with_ranges"]
-        assert metrics["step_kernel_ms"] < metrics["step_projected_ms"]
-        assert metrics["num_casts"] > 0
-        assert ("backward_kernel_ms" in metrics) == (phase == "train_step")
-    kernels = pd.DataFrame(measured["train_step"].observed["tables"]["kernels"])
-    assert {"forward", "backward", "optimizer"} <= set(kernels["phase"])
 
 
 STEPS = [f"nano {context} fp32 eager train_step" for context in (8, 16)]
@@ -127,7 +104,16 @@ def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path, m
     records = finished(NOTEBOOK, folder)
     assert {record.status for record in records} == {"ok"}
     assert len(records) == 2 * len(cases("smoke", "cpu"))
-    assert {record.observed["profiler"] for record in records} == {"kineto cpu"}
+    for record in records:
+        observed, metrics = record.observed, record.metrics
+        profiler = (observed["profiler"], observed["profiler_version"])
+        assert profiler == ("kineto cpu", torch.__version__)
+        classes, ranges = observed["tables"]["classes"], observed["tables"]["ranges"]
+        assert sum(classes["total_us"]) / 1e3 == pytest.approx(metrics["step_kernel_ms"], rel=1e-3)
+        assert sum(classes["launches"]) == metrics["num_launches"]
+        assert sum(ranges["launches"]) == metrics["num_launches_with_ranges"]
+        assert 0 <= metrics["step_idle_fraction"] < 1 and metrics["num_casts"] > 0
+        assert ("backward_kernel_ms" in metrics) == (record.phase == "train_step")
     written = {path.name for path in (folder / "tables").glob("02_*.csv")}
     assert {"02_profiles.csv", "02_classes.csv", "02_kernels.csv", "02_attention.csv"} <= written
     for path in folder.rglob("*"):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 from processes import holding, is_true_within
 
 from labkit.configs import FIGURES
@@ -21,10 +20,8 @@ from labkit.measure.profiling import (
     OUTSIDE,
     Nsys,
     ProfileError,
-    RangeMarker,
     Trace,
     busy_ns,
-    capture_with_kineto,
     classify,
     launches,
     read_chrome_trace,
@@ -132,32 +129,6 @@ def test_two_kernels_keep_two_names():
     short = profiling.distinct_names(alike)
     assert len(set(short.values())) == 2 and short == profiling.distinct_names(reversed(alike))
     assert all(name.startswith("softmax_warp#") for name in short.values())
-
-
-def test_cpu_operators_come_into_the_same_table_and_add_up():
-    marker = RangeMarker("kineto")
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def run():
-        with marker("step"):
-            with marker("forward"), marker("block 0"):
-                loss = torch.softmax(x @ x, dim=-1).square().sum()
-            marker.open("backward")
-            loss.backward()
-            marker.close()
-        torch.randn(8)
-
-    trace = capture_with_kineto(run, "cpu")
-    table = launches(trace, PHASES)
-    assert set(launches(read_nsys(FIXTURE), ())) <= set(table)
-    forward = table[table["path"] == ("step", "forward", "block 0")]
-    assert {"matmul", "softmax", "reduction"} <= set(forward["kernel_class"])
-    backward = table[table["phase"] == "backward"]
-    assert (backward["short_name"] == "aten::mm").sum() == 2
-    assert "aten::_softmax_backward_data" in set(backward["short_name"])
-    assert OUTSIDE in set(table["range"])
-    # The operators' own times are together those of the outermost ones.
-    assert trace.total_ns == table["duration_ns"].sum() == pytest.approx(busy_ns(table), rel=1e-3)
 
 
 def event(cat, name, ts, dur, tid, **args):

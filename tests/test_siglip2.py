@@ -155,7 +155,8 @@ def test_every_step_is_within_the_error_budget(impl, dtype):
 
 
 def test_interpreted_the_kernels_are_within_the_error_budget(interpreted):
-    interpreted(check_errors, "fused", torch.float32, "cpu", GRIDS[:2], 1)
+    # Images of as many patches each, which attention takes as a batch.
+    interpreted(check_errors, "fused", torch.float32, "cpu", ((3, 5), (5, 3)), 1)
 
 
 @pytest.mark.gpu

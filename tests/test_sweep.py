@@ -4,14 +4,15 @@ exactly.
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from conftest import ALL_TESTS
 if not sys.platform.startswith("linux"):
     pytest.skip("processes are followed through /proc", allow_module_level=True)
 
-from faulty_experiment import MARK, NOTEBOOK, PHASES, make_case, open_session
+from faulty_experiment import MARK, NOTEBOOK, PHASES, make_case, open_session, prepare, start
 from processes import holding, is_true_within
 
 from labkit import configs
@@ -260,39 +261,27 @@ def test_a_full_disk_ends_the_session_in_one_line_and_costs_one_record(output, l
 
 
 class Server:
-    """Runs sessions of the faulty experiment in processes of their own, see
-    faulty_experiment.serve.
-    """
+    """Runs sessions of the faulty experiment in processes of their own, which another forks."""
 
     def __init__(self, stderr: Path):
         self.stderr = stderr
-        with open(stderr, "w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", "import faulty_experiment; faulty_experiment.serve()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-            )
+        context = multiprocessing.get_context("spawn")
+        self.forking = ProcessPoolExecutor(1, context, prepare, (stderr,))
 
-    def ask(self, request: dict) -> int:
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
-
-    def start(self, output: Path, plan: list[dict], mark: str = "") -> int:
+    def start(self, output: Path, plan: list[sweep.Case], mark: str = "") -> int:
         """Starts a session and returns its process id."""
-        return self.ask({"output": str(output), "plan": plan, "mark": mark})
+        return self.forking.submit(start, output, plan, mark).result()
 
     def end(self, pid: int) -> int:
         """Waits for a session and returns its exit code, negative for a signal."""
-        return os.waitstatus_to_exitcode(self.ask({"ended": pid}))
+        _, status = self.forking.submit(os.waitpid, pid, 0).result()
+        return os.waitstatus_to_exitcode(status)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("server") / "stderr")
-    with server.process:
+    with server.forking:
         yield server
 
 
@@ -318,13 +307,13 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
     generator = random.Random(20)
     num_kills = 20 if ALL_TESTS else 8
     num_cases = 12 * num_kills
+    # A worker's death now and then, so that the session is also killed while it replaces one.
+    faults = {7: ("exit", "second")}
     plan = [
-        {"name": f"case {i}", "log": str(log), "phases": ["first", "second"]}
-        # A worker's death now and then, so that the session is also killed while it replaces one.
-        | ({"behaviour": "exit", "at": "second"} if i % 16 == 7 else {"behaviour": "brief"})
+        make_case(f"case {i}", log, *faults.get(i % 16, ("brief",)), phases=PHASES[:2])
         for i in range(num_cases)
     ]
-    grid = {(case["name"], phase) for case in plan for phase in case["phases"]}
+    grid = {(case.parameters["name"], phase) for case in plan for phase in case.phases}
 
     def started_by(mark: str) -> Counter[tuple[str, str]]:
         steps = [(step["name"], step["step"]) for step in taken(log) if step["mark"] == mark]
@@ -358,10 +347,9 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
 
 
 def test_one_run_at_a_time_measures_on_a_device(tmp_path, log, server):
-    held = {"name": "held", "log": str(log), "behaviour": "hang", "at": "second"}
-    pid = server.start(tmp_path / "a", [held])
+    pid = server.start(tmp_path / "a", [make_case("held", log, "hang", "second")])
     assert is_true_within(30, lambda: "second" in started(log, "held"))
-    waiting = server.start(tmp_path / "b", [{"name": "waiting", "log": str(log)}])
+    waiting = server.start(tmp_path / "b", [make_case("waiting", log)])
     holder = rf"waiting for another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) to "
     assert is_true_within(30, lambda: re.search(holder, server.stderr.read_text()))
     with pytest.raises(configs.RequestError, match="not " + holder):
@@ -421,8 +409,7 @@ def test_nothing_outlives_a_session_that_is_ended_from_outside(
     output, log, server, behaviour, kill
 ):
     mark = f"{os.getpid()}-{behaviour}-{kill.name}"
-    plan = [{"name": "a", "log": str(log), "behaviour": behaviour, "at": "second"}]
-    pid = server.start(output, plan, mark)
+    pid = server.start(output, [make_case("a", log, behaviour, "second")], mark)
     # The worker may be a phase ahead of what is recorded.
     assert is_true_within(30, lambda: "child" in started(log, "a") and recorded(output))
     (child,) = (step["pid"] for step in taken(log) if step["step"] == "child")
