@@ -249,37 +249,6 @@ def class_bars(
     return figure
 
 
-def spread(place: float, num_rows: int, width: float) -> list[float]:
-    """Returns where `num_rows` dots lie around `place`, so that few cover one another; in a fixed
-    order, so that the same records give the same picture.
-    """
-    return [place + width * ((number * 0.618) % 1 - 0.5) for number in range(num_rows)]
-
-
-def dots(
-    groups: Mapping[str, pd.Series],
-    line: float,
-    ticks: Mapping[float, str],
-    label: str,
-    height: float,
-) -> Figure:
-    """Draws a dot a value on a logarithmic axis, a row a group, dotted at `line`.
-
-    Args:
-        ticks: the numbers of the axis, by where they stand.
-    """
-    figure, (axis,) = panels(1, height)
-    for place, values in enumerate(groups.values()):
-        look = {"s": 6, "alpha": 0.5, "color": SERIES[place % len(SERIES)], "linewidths": 0}
-        axis.scatter(values.sort_values(), spread(place, len(values), 0.7), **look)
-    axis.axvline(line, color="0.4", linewidth=1, linestyle=":")
-    axis.set_xscale("log")
-    axis.set_xticks(list(ticks), ticks.values())
-    axis.set_yticks(range(len(groups)), groups)
-    axis.set_xlabel(label)
-    return figure
-
-
 def finish(figure: Figure, num_columns: int = 4) -> None:
     """Gives a figure one legend for all panels, below them."""
     handles: dict[str, Artist] = {}
