@@ -165,28 +165,6 @@ def line_with_band(
     mark_failures(axis, rows, x, colour=style.colour)
 
 
-def lines(
-    rows: pd.DataFrame, panel: str, names: Mapping[str, str], x: str, y: str, height: float
-) -> tuple[Figure, list[Axes]]:
-    """Draws `y` over x: a panel per value of `panel`, in the frame's order, in it a line per
-    implementation.
-
-    Args:
-        panel: "" for one panel.
-        names: what the column "impl" calls an implementation, by the name of its style.
-    """
-    titles = rows[panel].unique() if panel else [""]
-    figure, axes = panels(len(titles), height)
-    for axis, title in zip(axes, titles, strict=True):
-        shown = select(rows, **{panel: title}) if panel else rows
-        for impl, name in names.items():
-            line = select(shown, impl=name)
-            if len(line):
-                line_with_band(axis, line, x, label=name, style=STYLES.get(impl, OWN_STYLE), y=y)
-        axis.set_title(title)
-    return figure, axes
-
-
 def over_length(
     rows: pd.DataFrame,
     panel: str,
@@ -195,13 +173,25 @@ def over_length(
     label: str,
     limit: float = 0,
 ) -> Figure | None:
-    """Draws `lines` of a value over the length on logarithmic axes, dotted at `limit`."""
+    """Draws a value over the length on logarithmic axes, dotted at `limit`: a panel per value of
+    `panel`, in it a line per implementation.
+
+    Args:
+        names: what the column "impl" calls an implementation, or is to, by the name of its style.
+    """
     rows = in_order(rows, [panel]).replace({"impl": names})
     rows = select(rows, impl=list(names.values()))
     if usable(rows, value).empty:
         return None
-    figure, axes = lines(rows, panel, names, "length", value, height=3.2)
-    for axis in axes:
+    titles = rows[panel].unique()
+    figure, axes = panels(len(titles), height=3.2)
+    for axis, title in zip(axes, titles, strict=True):
+        for impl, name in names.items():
+            line = select(rows, **{panel: title}, impl=name)
+            style = STYLES.get(impl, OWN_STYLE)
+            if len(line):
+                line_with_band(axis, line, "length", label=name, style=style, y=value)
+        axis.set_title(title)
         if axis is not axes[0]:
             axis.sharey(axes[0])
         if limit:
