@@ -29,11 +29,3 @@ def test_what_narrow_statistics_cost_is_over_fp32_and_overflow_is_no_cost():
     rows += [norm("fp16", 1e3, 9.0, overflowed=1.0), norm("fp16")]
     (row,) = report.overflow(frame(*rows)).to_dict("records")
     assert (row["cost"], row["scale"]) == (pytest.approx(30), 1000)
-
-
-def test_casts_are_counted_against_the_same_pass_in_fp32():
-    case = {"size": "small", "phase": "forward"}
-    plain = {**case, "precision": "fp32", "num_operators": 500}
-    cast = {**case, "precision": "bf16", "num_operators": 700}
-    assert str(report.added_casts(frame(plain, cast), "forward")) == "40 %"
-    assert report.added_casts(frame(plain), "forward").missing

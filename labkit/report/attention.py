@@ -78,26 +78,27 @@ def predicted(calls: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     rows = in_order(usable(rows, *CASE, "batch"), CASE)
     copy = usable(ceilings, "achieved_gb_per_s")["achieved_gb_per_s"].max()
     rates = usable(ceilings, "precision", "achieved_tflops").set_index("precision")
-    kind = calls.attrs.get("device_kind", "cuda")
-    passes = []
-    for impl, phase in zip(rows["impl"], rows["phase"], strict=True):
-        if impl in FUSED:
-            passes.append(0)
-        elif impl == "eager":
-            passes.append(accounting.attention_score_passes(phase, device_kind=kind))
-        else:
-            passes.append(COMPILED_PASSES[phase])
-    passes = pd.Series(passes, rows.index, int)
-    is_fused = passes == 0
-    num_products = 2 + (rows["phase"] == "backward") * (2 + is_fused)
-    scores = rows["batch"] * rows["length"] ** 2
-    pass_ms = scores * rows["precision"].map(ELEMENT_BYTES) / copy / 1e6
     rate = rows["precision"].map(rates["achieved_tflops"])
-    product_ms = 2 * scores * rows["d_head"] / rate / 1e9
-    elementwise = pass_ms * (passes - num_products).clip(lower=0)
-    products = num_products * product_ms.clip(lower=pass_ms * ~is_fused)
-    rows = rows.assign(passes=passes, elementwise_ms=elementwise, products_ms=products)
-    return rows.assign(predicted_ms=elementwise + products).dropna(subset="predicted_ms")
+    kind = calls.attrs.get("device_kind", "cuda")
+    times = []
+    for row in rows.assign(rate=rate).to_dict("records"):
+        phase = row["phase"]
+        num_products = 2 if phase == "forward" else 4
+        scores = row["batch"] * row["length"] ** 2
+        pass_ms = scores * ELEMENT_BYTES[row["precision"]] / copy / 1e6
+        product_ms = 2 * scores * row["d_head"] / row["rate"] / 1e9
+        if row["impl"] in FUSED:
+            passes = 0
+            num_products += phase == "backward"
+        else:
+            eager = accounting.attention_score_passes(phase, device_kind=kind)
+            passes = eager if row["impl"] == "eager" else COMPILED_PASSES[phase]
+            product_ms = max(product_ms, pass_ms)
+        elementwise = pass_ms * max(passes - num_products, 0)
+        products = num_products * product_ms
+        line = {"passes": passes, "elementwise_ms": elementwise, "products_ms": products}
+        times.append(line | {"predicted_ms": elementwise + products})
+    return rows.join(pd.DataFrame(times, rows.index)).dropna(subset="predicted_ms")
 
 
 def passes_figure(predictions: pd.DataFrame) -> Figure | None:

@@ -128,21 +128,15 @@ class Chapter:
         """Returns the shown records of these sections, one row each; `attrs` has the device's kind.
 
         Shown is the newest record of a measurement; of a call that its host held up, that of the
-        fastest session. Where a row was measured in several sessions of its own commit, the column
-        "sessions" has its metrics by session, as `verdicts` reads them. Records of another commit
-        enter nothing.
+        fastest session. The column "sessions" has the metrics of each session of its own commit,
+        as `verdicts` reads them. Records of another commit enter nothing.
         """
         measurements = [one for one in self._measurements() if one.shown.section in sections]
         frame = to_frame(measurement.shown for measurement in measurements)
-        if any(len(measurement.sessions) > 1 for measurement in measurements):
-            frame["sessions"] = [
-                {
-                    record.session: record.metrics
-                    for record in measurement.sessions
-                    if record.metrics
-                }
-                for measurement in measurements
-            ]
+        frame["sessions"] = [
+            {record.session: record.metrics for record in measurement.sessions if record.metrics}
+            for measurement in measurements
+        ]
         frame.attrs["device_kind"] = self.device_kind
         return frame
 

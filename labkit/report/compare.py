@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
+import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
 
 from labkit import notebooks
 from labkit.configs import RequestError
@@ -39,8 +41,7 @@ MEMORY = "memory"
 VALUES = ("step_kernel_ms", "median_ms", "sustained_ms", "host_median_ms", "peak_bytes")
 """What is compared of a record; of each kind the first that it has."""
 
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1)
-TICKS += tuple(1 / tick for tick in reversed(TICKS[:-1]))
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20, 50, 100)
 """Where a figure's axis of ratios has a number, if the ratios reach so far."""
 
 ROOFS = {"bf16 products": "gemm, bf16", "copy": "copy"}
@@ -313,25 +314,21 @@ def single(comparison: Comparison) -> pd.DataFrame:
 
 
 def figure(comparison: Comparison, chapter: str) -> Figure:
-    """Draws every ratio of a chapter, a dot a row, by section and kind; right of the line the other
-    device is faster.
+    """Draws the ratios of a chapter as boxes over quartiles, by section and kind; right of the line
+    the other device is faster.
     """
     rows = select(comparison.common, chapter=chapter)
-    groups = {
-        f"{section}, {kind}": values["ratio"]
-        for (section, kind), values in rows.groupby(["section", "kind"], sort=False)
-    }
-    least, most = rows["ratio"].min(), rows["ratio"].max()
-    ticks = {tick: times(tick) for tick in TICKS if tick == 1 or least <= tick <= most}
-    words = "times as fast (of memory: as small)"
-    label = f"{comparison.other} is … {words} as {comparison.base}"
-    drawn = figures.dots(groups, 1, ticks, label, height=max(1.8, 0.9 + 0.32 * len(groups)))
-    (axis,) = drawn.axes
-    for place, ratios in enumerate(groups.values()):
-        axis.plot([ratios.median()] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)
+    groups = rows["section"] + ", " + rows["kind"]
+    drawn, (axis,) = figures.panels(1, height=0.9 + 0.32 * groups.nunique())
+    look = {"log_scale": True, "color": "#56b4e9", "fliersize": 2}
+    sns.boxplot(x=rows["ratio"], y=groups, ax=axis, **look)
+    axis.axvline(1, color="0.4", linewidth=1, linestyle=":")
+    axis.xaxis.set_major_locator(FixedLocator(TICKS))
+    axis.xaxis.set_major_formatter("{x:g}×")
     axis.minorticks_off()
-    axis.invert_yaxis()
-    axis.set_title(notebooks.title(chapter))
+    words = "times as fast (of memory: as small)"
+    axis.set_xlabel(f"{comparison.other} is … {words} as {comparison.base}")
+    axis.set(ylabel="", title=notebooks.title(chapter))
     return drawn
 
 

@@ -165,28 +165,6 @@ def line_with_band(
     mark_failures(axis, rows, x, colour=style.colour)
 
 
-def lines(
-    rows: pd.DataFrame, panel: str, names: Mapping[str, str], x: str, y: str, height: float
-) -> tuple[Figure, list[Axes]]:
-    """Draws `y` over x: a panel per value of `panel`, in the frame's order, in it a line per
-    implementation.
-
-    Args:
-        panel: "" for one panel.
-        names: what the column "impl" calls an implementation, by the name of its style.
-    """
-    titles = rows[panel].unique() if panel else [""]
-    figure, axes = panels(len(titles), height)
-    for axis, title in zip(axes, titles, strict=True):
-        shown = select(rows, **{panel: title}) if panel else rows
-        for impl, name in names.items():
-            line = select(shown, impl=name)
-            if len(line):
-                line_with_band(axis, line, x, label=name, style=STYLES.get(impl, OWN_STYLE), y=y)
-        axis.set_title(title)
-    return figure, axes
-
-
 def over_length(
     rows: pd.DataFrame,
     panel: str,
@@ -195,13 +173,25 @@ def over_length(
     label: str,
     limit: float = 0,
 ) -> Figure | None:
-    """Draws `lines` of a value over the length on logarithmic axes, dotted at `limit`."""
+    """Draws a value over the length on logarithmic axes, dotted at `limit`: a panel per value of
+    `panel`, in it a line per implementation.
+
+    Args:
+        names: what the column "impl" calls an implementation, or is to, by the name of its style.
+    """
     rows = in_order(rows, [panel]).replace({"impl": names})
     rows = select(rows, impl=list(names.values()))
     if usable(rows, value).empty:
         return None
-    figure, axes = lines(rows, panel, names, "length", value, height=3.2)
-    for axis in axes:
+    titles = rows[panel].unique()
+    figure, axes = panels(len(titles), height=3.2)
+    for axis, title in zip(axes, titles, strict=True):
+        for impl, name in names.items():
+            line = select(rows, **{panel: title}, impl=name)
+            style = STYLES.get(impl, OWN_STYLE)
+            if len(line):
+                line_with_band(axis, line, "length", label=name, style=style, y=value)
+        axis.set_title(title)
         if axis is not axes[0]:
             axis.sharey(axes[0])
         if limit:
@@ -246,37 +236,6 @@ def class_bars(
         axis.grid(visible=False, axis="y")
         axis.label_outer()
     finish(figure)
-    return figure
-
-
-def spread(place: float, num_rows: int, width: float) -> list[float]:
-    """Returns where `num_rows` dots lie around `place`, so that few cover one another; in a fixed
-    order, so that the same records give the same picture.
-    """
-    return [place + width * ((number * 0.618) % 1 - 0.5) for number in range(num_rows)]
-
-
-def dots(
-    groups: Mapping[str, pd.Series],
-    line: float,
-    ticks: Mapping[float, str],
-    label: str,
-    height: float,
-) -> Figure:
-    """Draws a dot a value on a logarithmic axis, a row a group, dotted at `line`.
-
-    Args:
-        ticks: the numbers of the axis, by where they stand.
-    """
-    figure, (axis,) = panels(1, height)
-    for place, values in enumerate(groups.values()):
-        look = {"s": 6, "alpha": 0.5, "color": SERIES[place % len(SERIES)], "linewidths": 0}
-        axis.scatter(values.sort_values(), spread(place, len(values), 0.7), **look)
-    axis.axvline(line, color="0.4", linewidth=1, linestyle=":")
-    axis.set_xscale("log")
-    axis.set_xticks(list(ticks), ticks.values())
-    axis.set_yticks(range(len(groups)), groups)
-    axis.set_xlabel(label)
     return figure
 
 

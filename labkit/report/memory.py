@@ -175,12 +175,12 @@ def plans_figure(plans: pd.DataFrame) -> Figure | None:
     if ok_rows(single).empty:
         return None
     names = {"eager": "eager attention", "sdpa_flash": "SDPA's FlashAttention"}
-    single = single.assign(
-        k=single["plan"].astype(int),
-        gib=single["peak_bytes"] / GIB,
-        impl=single["attention"].replace(names),
-    )
-    figure, (axis,) = figures.lines(single, "", names, "k", "gib", height=2.8)
+    single = single.assign(k=single["plan"].astype(int), gib=single["peak_bytes"] / GIB)
+    figure, (axis,) = figures.panels(1, height=2.8)
+    for attention, name in names.items():
+        rows = select(single, attention=attention)
+        style = figures.STYLES[attention]
+        figures.line_with_band(axis, rows, "k", label=name, style=style, y="gib")
     figures.context_axis(axis, single["k"], "blocks recomputed together (k)")
     axis.set_ylim(0, 1.1 * single["gib"].max())
     axis.set_ylabel("peak (GiB)")

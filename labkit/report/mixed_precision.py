@@ -5,8 +5,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit.configs import NORM_SETTINGS
-from labkit.report import facts, figures
-from labkit.report.frame import ok_rows, select, size_name, usable
+from labkit.report import figures
+from labkit.report.frame import ok_rows, select, usable
 from labkit.report.text import power
 
 NAMES = {
@@ -125,19 +125,6 @@ def overflow(records: pd.DataFrame) -> pd.DataFrame:
     scale = broken["scale"][broken["scale"] >= 1].min()  # at small ones ε vanishes instead
     cost = select(rows, statistics="bf16")["cost"].max()
     return pd.DataFrame([{"status": "ok", "norms": "16-bit", "cost": cost, "scale": scale}])
-
-
-def added_casts(operators: pd.DataFrame, phase: str) -> facts.Fact:
-    """Returns the share that bf16 autocast adds to the operators of the smallest model's pass."""
-    rows = ok_rows(operators, phase=phase)
-    case = {"phase": phase, "size": rows["size"].iloc[0] if len(rows) else ""}
-    precisions = [{"precision": name} for name in ("fp32", "bf16")]
-    fact = facts.compare(operators, *precisions, value="num_operators", **case)
-    if fact.missing:
-        return facts.Fact(phase, missing=f"the casts of {phase}")
-    more = facts.Quantity(fact["ratio"].value - 1, "%")
-    size = size_name(case["size"])
-    return facts.Fact(size, {"value": more, "size": size})
 
 
 def training_figure(training: pd.DataFrame) -> Figure | None:

@@ -7,41 +7,18 @@ import csv
 import html as entities
 import re
 from collections import Counter
-from collections.abc import Collection
 from importlib import resources
 from pathlib import Path
 
-import bleach
 import mistune
 
 from labkit.report.text import anchor
 
-_ALLOWED_TAGS = set(
-    "a blockquote br code div em figure figcaption h1 h2 h3 h4 h5 h6 hr img li ol p pre "
-    "strong".split()
-)
-_ALLOWED_TAGS |= set("table thead tbody tr th td ul".split())
-_ALLOWED_ATTRIBUTES = {
-    "*": ["class", "id"],
-    "a": ["href"],
-    "div": ["aria-label", "role", "tabindex"],
-    "img": ["alt", "src"],
-    "ol": ["start"],
-    "th": ["scope"],
-}
-
 MOST_ROWS = 60
 """Rows of a full table that the page shows; a longer one is a download."""
 
-_TABLES = re.compile(r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">')
-"""A chapter's link to its tables. Only a tag of the page can match: text holds no "<", an attribute
-no quote.
-"""
-
-_RELATIVE = re.compile(r'<a href="(?!#|https?:)[^"]*">(.*?)</a>', re.DOTALL)
-"""A link to a file, which is not there where the page is mailed."""
-
-_FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
+_BESIDE = r"(?:\.\./\d+x-[^/]+/)?"
+"""Of a file beside the page, or in the folder of several such devices."""
 
 _POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -52,8 +29,8 @@ _STYLE_SHEET = (resources.files("labkit") / "data" / "report.css").read_text(enc
 
 
 def html(markdown: str, folder: Path, title: str) -> str:
-    """Returns a report as one page with its figures inside, contents beside it, and everything else
-    escaped.
+    """Returns a report as one page with its figures and full tables inside, contents beside it, and
+    everything else escaped.
 
     Headings keep GitHub's anchors; the first is the page's only <h1>.
 
@@ -63,18 +40,8 @@ def html(markdown: str, folder: Path, title: str) -> str:
             devices, is shown; another image is left as its Markdown.
         title: plain text.
     """
-    figures = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.svg")}
-    figures |= {
-        f"../{path.parent.name}/{path.name}": path
-        for path in folder.parent.glob(f"*x-{folder.name}/*.svg")
-    }
-    renderer = _Renderer(figures)
+    renderer = _Renderer(folder)
     body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
-    body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
-    body = _FIGURE.sub(
-        lambda match: f"{match[1]}data:image/svg+xml;base64,{_encoded(figures[match[2]])}", body
-    )
-    body = _with_tables(body, folder)
     top = "contents"
     contents = "".join(
         f'<li class="{"chapter" if level == 2 else "section"}"><a href="#{name}">{text}</a></li>\n'
@@ -92,26 +59,11 @@ def html(markdown: str, folder: Path, title: str) -> str:
     )
 
 
-def _with_tables(body: str, folder: Path) -> str:
-    """Returns the page with the full tables that it links inside it, and links to files as text: no
-    link is dead where the page is mailed.
-    """
-    paragraphs = []
-    for paragraph in re.split(r"(?<=</p>)", body):
-        paragraphs.append(_RELATIVE.sub(r"\1", paragraph))
-        for match in _TABLES.finditer(paragraph):
-            within = folder.parent / Path(match["folder"]).name if match["folder"] else folder
-            paragraphs += [
-                _details(path) for path in sorted(within.glob(f"tables/{match['number']}_*.csv"))
-            ]
-    return "".join(paragraphs)
-
-
 def _details(path: Path) -> str:
     rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
     name = entities.escape(path.name)
     summary = f"{name}, {len(rows) - 1:,} rows"
-    href = f"data:text/csv;base64,{_encoded(path)}"
+    href = _data_url("text/csv", path)
     download = f'<p><a download="{name}" href="{href}">Download {name}</a></p>'
     table = ""
     if len(rows) <= MOST_ROWS:
@@ -122,8 +74,8 @@ def _details(path: Path) -> str:
     return f"<details><summary>{summary}</summary>{download}{table}</details>"
 
 
-def _encoded(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode()
+def _data_url(kind: str, path: Path) -> str:
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def _scrolled(label: str, table: str) -> str:
@@ -133,9 +85,10 @@ def _scrolled(label: str, table: str) -> str:
 
 
 class _Renderer(mistune.HTMLRenderer):
-    def __init__(self, figures: Collection[str]):
+    def __init__(self, folder: Path):
         super().__init__(escape=True)
-        self._figures = figures
+        self._folder = folder
+        self._linked: list[Path] = []
         self.headings: list[tuple[int, str, str]] = []
         self._open: list[int] = []
         self._used: Counter[str] = Counter()
@@ -156,17 +109,30 @@ class _Renderer(mistune.HTMLRenderer):
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         alt = entities.escape(entities.unescape(mistune.util.striptags(text)))
-        if url not in self._figures:
+        path = self._folder / url
+        if not re.fullmatch(_BESIDE + r"[^/]+\.svg", url) or not path.is_file():
             return f"![{alt}]({entities.escape(url)})"
-        return f'<img alt="{alt}" src="{url}">'
+        source = _data_url("image/svg+xml", path)
+        return f'<img alt="{alt}" src="{source}">'
+
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        if url.startswith(("#", "http://", "https://")):
+            return f'<a href="{entities.escape(url)}">{text}</a>'
+        tables = re.fullmatch(f"({_BESIDE}tables)/#(\\d\\d)", url)
+        if tables:
+            self._linked += sorted((self._folder / tables[1]).glob(f"{tables[2]}_*.csv"))
+        # A file is not there where the page is mailed.
+        return text
 
     def paragraph(self, text: str) -> str:
         image = re.fullmatch(r'<img alt="([^"]*)" [^>]*>', text)
-        if not image:
-            return f"<p>{text}</p>\n"
-        # A box that scrolls on a narrow screen can be reached by keyboard.
-        label = f"Figure: {image[1]}"
-        return f'<div class="figure" role="region" aria-label="{label}" tabindex="0">{text}</div>\n'
+        if image:
+            # A box that scrolls on a narrow screen can be reached by keyboard.
+            box = f'class="figure" role="region" aria-label="Figure: {image[1]}" tabindex="0"'
+            return f"<div {box}>{text}</div>\n"
+        details = "".join(map(_details, self._linked))
+        self._linked.clear()
+        return f"<p>{text}</p>\n{details}"
 
     def text(self, text: str) -> str:
         return mistune.util.safe_entity(text)

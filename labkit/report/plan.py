@@ -78,14 +78,14 @@ class Setting:
 
 class Roofs(NamedTuple):
     """Sustained rates of a device, FLOP/s by precision and B/s of a "copy"; its memory in bytes;
-    its power limit (W), None where unknown, and its steps whose joules are recorded.
+    what its steps draw (W), None where unknown, and what says so.
     """
 
     rates: Mapping[str, float]
     memory_bytes: float
     source: str
-    power_limit_w: float | None = None
-    energies: Sequence[Mapping[str, Any]] = ()
+    power_w: float | None
+    power_source: str
 
 
 class Sharing(NamedTuple):
@@ -121,12 +121,6 @@ def read_config(path: Path) -> ModelConfig:
         content = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise RequestError(f"{path}: cannot be read as a config.json ({error})") from None
-    parts = [name for name in ("text_config", "vision_config") if name in content]
-    if len(parts) > 1:
-        raise RequestError(
-            f"{path}: holds two models; write its {parts[0]} or its {parts[1]} into a file"
-        )
-    content = content[parts[0]] if parts else content
     kind = str(content.get("model_type", "unknown"))
 
     def first(*names: str, default: Any = None) -> Any:
@@ -134,7 +128,8 @@ def read_config(path: Path) -> ModelConfig:
         if not isinstance(value, int) or value < 1:
             raise RequestError(
                 f"{path}: architecture {kind!r} has no {' or '.join(names)}; accepted: dense "
-                "decoders and vision encoders, as of llama, qwen3, gpt2, siglip_vision_model"
+                "decoders and vision encoders, as of llama, qwen3, gpt2, siglip_vision_model; of "
+                "two models in one, such as a text_config, the one in a file of its own"
             )
         return value
 
@@ -324,9 +319,10 @@ def measured_roofs(chapters: Chapters) -> Roofs | None:
     gpu = chapter.environment.get("gpu") or {}
     if "copy" not in rates or len(rates) < 2 or not gpu.get("memory_bytes"):
         return None
-    sections = "steps", "execution", "compile"
-    energies = _steps(chapter, sections, ["train_step", "graph_step"], "joules")
-    return Roofs(rates, gpu["memory_bytes"], "measured", gpu.get("power_limit_w"), energies)
+    steps = select(chapter.records("steps", "execution"), phase=["train_step", "graph_step"])
+    watts = usable(steps, "watts")["watts"]
+    power = watts.median() if len(watts) else None
+    return Roofs(rates, gpu["memory_bytes"], "measured", power, "that its recorded steps draw")
 
 
 STEP = ("setting", "roofs", "size", "context", "way", "case", "device", "measured")
@@ -538,7 +534,7 @@ def _of_datasheet(sheet: Datasheet, measured: Mapping[str, Roofs]) -> Roofs:
         words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
         source = f"not measured; {sheet.source}, times what measured GPUs reach of theirs ({words})"
     rates = rates.dropna().to_dict()
-    return Roofs(rates, sheet.memory_gb * 1e9, source, sheet.power_limit_w)
+    return Roofs(rates, sheet.memory_gb * 1e9, source, sheet.power_limit_w, "of its power limit")
 
 
 def _peaks(sheet: Datasheet) -> pd.Series:
@@ -614,8 +610,13 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
     lines = [
         f"Device time of a step: {number(times['in all'])} ms; {words}.",
         f"{number(rate)} tokens/s a GPU.",
-        _energy_line(setting, roofs, coefficients, times["in all"]),
     ]
+    if roofs.power_w:
+        joules = roofs.power_w * times["in all"] / 1e3
+        lines.append(
+            f"Energy of a step: {number(joules)} J a GPU, {number(setting.tokens / joules)} "
+            f"tokens/J, at the {roofs.power_w:.0f} W {roofs.power_source}."
+        )
     if setting.num_gpus > 1:
         gradients = accounting.parameter_bytes(setting.config)
         num_transfers = SHARING[setting.gpu_way].num_transfers
@@ -635,30 +636,6 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
             words += " and the datasheet in place of its roofs"
         lines += _error_line(words, errors(measured, held_out, setting.way))
     return lines
-
-
-def _energy_line(setting: Setting, roofs: Roofs, coefficients: Mapping, step_ms: float) -> str:
-    """Returns the line of energy: in proportion to time from the recorded step of this precision
-    that is nearest, in its way first, then in its time; at the power limit where none is recorded.
-    """
-
-    def predicted_ms(step: Mapping) -> float:
-        return predicted(coefficients, step["setting"], roofs)["in all"]
-
-    def distance(step: Mapping) -> tuple[bool, float]:
-        return step["way"] != setting.way, abs(math.log(predicted_ms(step) / step_ms))
-
-    alike = [step for step in roofs.energies if step["setting"].precision == setting.precision]
-    if not alike and not roofs.power_limit_w:
-        return "Energy: no power of this device is known."
-    joules = (roofs.power_limit_w or 0) * step_ms / 1e3
-    words = f"taken at its power limit of {roofs.power_limit_w} W"
-    if alike:
-        nearest = min(alike, key=distance)
-        joules = nearest["measured"] * step_ms / predicted_ms(nearest)
-        words = "by time from the {measured:.3g} J recorded of {case}, {way}".format(**nearest)
-    rate = number(setting.tokens / joules)
-    return f"Energy of a step: {number(joules)} J a GPU, {rate} tokens/J, {words}."
 
 
 def _error_line(what: str, found: pd.DataFrame) -> list[str]:

@@ -38,29 +38,17 @@ PEERS = {"torch.compile": ["compiled"], "fastest of Liger, QuACK": ["liger", "qu
 
 
 def encoder(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
-    """Returns all ways by name, and the matrix products alone; host_median_ms is of a call launched
-    from Python.
-    """
+    """Returns all ways by name, and the matrix products alone."""
     parts = [part for part in (steps, floor.assign(way=PRODUCTS)) if len(part)]
     if not parts:
         return steps
     rows = pd.concat(parts, ignore_index=True)
-    if "sessions" in rows:
-        rows["sessions"] = rows["sessions"].map(_launched, na_action="ignore")
     ways = rows["way"].replace(NAMES)
     order = list(dict.fromkeys([*NAMES.values(), *ways]))
     return rows.assign(
         way=pd.Categorical(ways, order),
         batch=rows["workload"].map(BATCHES),
-        host_median_ms=rows.get("call_ms"),
     )
-
-
-def _launched(sessions: dict[str, Row]) -> dict[str, Row]:
-    return {
-        name: {**metrics, "host_median_ms": metrics.get("call_ms")}
-        for name, metrics in sessions.items()
-    }
 
 
 def waterfall(rows: pd.DataFrame) -> Figure | None:

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pandas as pd
 
-from labkit import notebooks
 from labkit.report import benchmarking, card, tables
 from labkit.report.chapter import Chapters
 from labkit.report.frame import in_order, ok_rows, pivot, select, usable
@@ -48,10 +47,7 @@ def page(chapters: Chapters) -> str:
         ok_rows(card.frame_of(chapters, "01_benchmarking", "ceilings"))
     )
     steps = select(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
-    sections = {
-        "What ran": tables.to_markdown(ran(chapters)),
-        "What is exact": "\n".join(exact_lines(chapters)),
-    }
+    sections = {"What is exact": "\n".join(exact_lines(chapters))}
     if len(roofs):
         table = roofs[["roof", "burst"]].rename(columns={"burst": "measured"})
         sections["Roofs"] = tables.to_markdown(table)
@@ -62,25 +58,11 @@ def page(chapters: Chapters) -> str:
     parts = [
         f"# {card.title(card.first_of(chapters))}",
         "A CPU runs the whole laboratory on models of a few million parameters. This page says "
-        "what ran and what is "
-        "exact; it draws no conclusion on speed or memory from models that small.",
+        "what is exact and, at its end, what ran; it draws no conclusion on speed or memory from "
+        "models that small.",
     ]
     parts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
     return "\n\n".join(parts)
-
-
-def ran(chapters: Chapters) -> pd.DataFrame:
-    """Returns how many measurements of each chapter ended how."""
-    rows = []
-    for name, chapter in chapters.items():
-        counts = Counter(record.status for record in chapter.all_records())
-        row = {
-            "chapter": notebooks.title(name),
-            "measured": counts.pop("ok", 0),
-            "not possible here": counts.pop("skipped", 0),
-        }
-        rows.append(row | {"failed": counts.total()})
-    return pd.DataFrame(rows)
 
 
 def exact_lines(chapters: Chapters) -> list[str]:
