@@ -98,13 +98,12 @@ def test_the_bar_counts_the_expected_seconds_of_all_sessions(tmp_path, monkeypat
     ]
     expected = [sweep.expected_seconds(sessions[0], case) for case in (slow, quick, unknown)]
     assert expected == pytest.approx([30, 0.15, 6])
-    with sweep.Progress(sessions) as progress:
-        with progress.step(sessions[0], slow, "a label"):
-            pass
-        progress.write("a line")
+    with sweep.progress_bar(sessions) as progress:
+        assert progress.total == pytest.approx(36.15)
+        sessions[0].run(progress)
     output, bar = capsys.readouterr()
-    assert output == "a line\n" and "a label" in bar
-    assert f"{100 * 30 / 36.15:.0f}%" in bar
+    assert output.startswith("90 slow: 3 ok\n") and "90 slow slow none" in bar
+    assert f"{100 * 30.15 / 36.15:.0f}%" in bar
 
 
 def steps_of(log) -> list[tuple[str, str]]:

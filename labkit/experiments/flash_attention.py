@@ -25,7 +25,6 @@ from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
 from labkit.experiments.operations import (
     IMPLEMENTATIONS,
-    attention_of,
     contest_case,
     first_kernel,
     new_attention,
@@ -89,9 +88,7 @@ def _shape(shape: Rivalry, precision: str) -> dict:
 
 
 def _speed_cases(grid: Grid, limits: dict) -> Iterator[Case]:
-    """Yields shape by shape, so that one oracle serves what is timed in turn and what is timed
-    alone.
-    """
+    """Yields shape by shape what is timed in turn and what is timed alone."""
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
             here = [impl for impl in impls if length in _lengths(grid, impl, precision, d_head)]
@@ -146,7 +143,7 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
 
 def _measure_tile(device: Device, case: Case, ceilings: dict[str, float]) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
-    operation = attention_of(device, case.parameters)
+    operation = new_attention(device, case.parameters)
     if reason := triton_unavailable(operation):
         raise Skip(reason)
     tensors = [x.detach() for x in operation.inputs.values()]
@@ -192,8 +189,8 @@ SECTIONS = {
     **CEILINGS,
     "algorithm": section(_measure_algorithm),
     "weighted_sum": contest_section(first_kernel),
-    "speed": contest_section(attention_of),
-    "rivals": contest_section(attention_of),
+    "speed": contest_section(new_attention),
+    "rivals": contest_section(new_attention),
     "tiles": lambda *arguments: [("forward", functools.partial(_measure_tile, *arguments))],
     "memory": section(_measure_memory),
 }

@@ -64,12 +64,7 @@ HIDDEN = 4304 / 1152
 """Of the MLP, over its width: that of SigLIP 2."""
 
 
-def register(
-    operation: str,
-    name: str,
-    function: Callable,
-    unavailable: Callable[[Operation], str | None] = lambda operation: None,
-) -> None:
+def register(operation: str, name: str, function: Callable) -> None:
     """Adds an implementation to every case of an operation, of cases that are made from then on.
 
     Args:
@@ -77,7 +72,6 @@ def register(
         name: of the implementation, in records and tables.
         function: of a module that a worker can import, where this is called again; takes what the
             operation's formula takes (attention: q, k, v and `causal`); differentiable.
-        unavailable: returns why it cannot run a case of the operation, None if it can.
 
     Raises ValueError for an unknown operation, and for a name that is taken or has a space.
     """
@@ -89,7 +83,7 @@ def register(
         raise ValueError(
             f"name must be new and without a space, got {name!r}; taken: {', '.join(taken)}"
         )
-    taken[name] = Implementation(function, unavailable, function.__module__)
+    taken[name] = Implementation(function, module=function.__module__)
 
 
 def contest_case(
@@ -146,18 +140,6 @@ def new_attention(device: Device, parameters: dict) -> Operation:
         baseline=baseline,
         options={"causal": causal},
     )
-
-
-@functools.lru_cache(maxsize=1)
-def _last_attention(device: Device, *values) -> Operation:
-    return new_attention(device, dict(zip(SHAPE, values, strict=True)))
-
-
-def attention_of(device: Device, parameters: dict) -> Operation:
-    """Returns the operation of a case's parameters; the last one is kept, for the cases of a shape
-    follow one another.
-    """
-    return _last_attention(device, *(parameters[name] for name in SHAPE))
 
 
 # ---- operations on rows --------------------------------------------------------------------------

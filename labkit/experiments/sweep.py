@@ -13,7 +13,6 @@ import datetime
 import fcntl
 import gc
 import importlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -21,7 +20,6 @@ import os
 import secrets
 import signal
 import stat
-import statistics
 import sys
 import tempfile
 import time
@@ -183,8 +181,8 @@ def _status(error: BaseException) -> str:
 def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -> None:
     """Runs cases until the connection closes; ends after the first failure.
 
-    Answers with ("phase", its name) before a phase and ("ok", Measured) after it; at last with
-    another status and the reason, which after the last phase is of those that it was not given.
+    Answers with ("phase", its name) before a phase and with ("ok", Measured), or "skipped" and the
+    reason, after it; at last with a status and the reason of the phases that were not begun.
     """
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
     _end_with_parent(connection)
@@ -209,6 +207,8 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
                 connection.send(("phase", phase))
                 try:
                     connection.send(("ok", run()))
+                except Skip as error:
+                    connection.send(("skipped", str(error)))
                 finally:
                     del run  # it holds the case's tensors, which would lie beside the next case's
         except BaseException as error:
@@ -218,7 +218,7 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
             # What fails in a function of the user's is told in its record alone.
             if status == "error" and not getattr(case, "entrants", ()):
                 traceback.print_exception(error)
-            connection.send((status, text.strip().split("\n")[0][:500]))
+            connection.send((status, text))
             if status != "skipped":
                 sys.stderr.flush()
                 os._exit(0)  # a failed device context must run no destructors and no other case
@@ -291,6 +291,7 @@ class _Worker:
         )
         self.process.start()
         theirs.close()
+        self.module_name = module_name
         self.used = False
 
     def outcomes(self, case: Case, ceilings: dict[str, float]) -> Iterator[tuple[str, Measured]]:
@@ -307,12 +308,14 @@ class _Worker:
             kind, content = self._receive(case.timeout_s)
             if kind == "phase":
                 phase = content
-            elif kind == "ok":
-                yield phase, content
-                phase = ""
-            else:
-                yield phase, Measured({}, case.parameters, status=kind, reason=content)
+                continue
+            if kind != "ok":
+                reason = content.strip().split("\n")[0][:500]
+                content = Measured({}, case.parameters, status=kind, reason=reason)
+            yield phase, content
+            if kind not in ("ok", "skipped") or not phase:
                 return
+            phase = ""
 
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
         """Returns the worker's next message, or that there was none in time."""
@@ -467,7 +470,7 @@ class Session:
         self._source = source_state()
         self.store.load()  # raises for an unreadable file before anything is written
 
-    def run(self, progress: "Progress | None" = None) -> None:
+    def run(self, progress: tqdm | None = None) -> None:
         """Measures the cases that are not recorded yet, one record per phase, under the device's
         lock. Then writes the file that says that all were tried.
 
@@ -476,21 +479,19 @@ class Session:
 
         Raises RecordError where another run is writing to the record file.
         """
-        with self.store.locked():
-            self.store.repair()
-        write_json(self.folder / "environment.json", environment(self.device))
         done = done_path(self.folder, self.notebook)
-        done.unlink(missing_ok=True)
-        if self.pending():
-            with measuring_lock(self.device, self.notebook), self.store.locked():
-                pending = self.pending()  # another run may have recorded some meanwhile
-                with contextlib.ExitStack() as stack:
-                    progress = progress or stack.enter_context(Progress([self]))
-                    for section in dict.fromkeys(case.section for case in pending):
-                        cases = [one for one in pending if one.section == section]
-                        self._run_section(section, cases, progress)
-        else:
-            print(f"{self.notebook}: all recorded before; --fresh measures again")
+        with measuring_lock(self.device, self.notebook), self.store.locked():
+            self.store.repair()
+            write_json(self.folder / "environment.json", environment(self.device))
+            done.unlink(missing_ok=True)
+            pending = self.pending()
+            if not pending:
+                print(f"{self.notebook}: all recorded before; --fresh measures again")
+            with contextlib.ExitStack() as stack:
+                progress = progress or stack.enter_context(progress_bar([self]))
+                for section in dict.fromkeys(case.section for case in pending):
+                    cases = [one for one in pending if one.section == section]
+                    self._run_section(section, cases, progress)
         profile = "full" if self.profile == "key" else self.profile
         grid = self.experiment.cases(profile, self.device.kind)
         missing = self._missing(grid, self.store.load())
@@ -526,18 +527,20 @@ class Session:
                 missing.append(replace(case, phases=phases))
         return missing
 
-    def _run_section(self, section: str, cases: list[Case], progress: "Progress") -> None:
+    def _run_section(self, section: str, cases: list[Case], progress: tqdm) -> None:
         counts = Counter()
         outcomes = self._shared if section in SESSION_SECTIONS else self._settled
         try:
             for case in cases:
                 label = " ".join([section, *map(str, case.parameters.values())])
-                with progress.step(self, case, f"{self.notebook[:2]} {label}"):
-                    for phase, measured in outcomes(case):
-                        self.store.append(self._record(case, phase, measured))
-                        counts[measured.status] += 1
-                        if section == SESSION_SECTION and measured.status == "ok":
-                            self.ceilings |= self.experiment.ceiling_rates(case, measured)
+                progress.set_postfix_str(f"{self.notebook[:2]} {label}")
+                for phase, measured in outcomes(case):
+                    self.store.append(self._record(case, phase, measured))
+                    counts[measured.status] += 1
+                    if section == SESSION_SECTION and measured.status == "ok":
+                        self.ceilings |= self.experiment.ceiling_rates(case, measured)
+                # In another order, floats add up to a little more than the total.
+                progress.update(min(expected_seconds(self, case), progress.total - progress.n))
         finally:
             self._end_worker()
         statuses = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
@@ -652,16 +655,15 @@ def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
     """Returns what a phase of each section of a notebook took on the reference device, or on a CPU
     that was measured: the mean gap between the records of a session; {} where nothing is at hand.
     """
+    import pandas as pd
+
     pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
-    gaps: dict[str, list[float]] = {}
-    for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl"))[:1]:
-        for before, record in itertools.pairwise(RecordStore(path).load()):
-            if before.session == record.session and before.recorded_at and record.recorded_at:
-                begin, end = map(
-                    datetime.datetime.fromisoformat, (before.recorded_at, record.recorded_at)
-                )
-                gaps.setdefault(record.section, []).append((end - begin).total_seconds())
-    return {section: statistics.mean(values) for section, values in gaps.items()}
+    for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl")):
+        frame = pd.DataFrame(map(vars, RecordStore(path).load()))
+        times = pd.to_datetime(frame["recorded_at"])
+        gaps = times.groupby(frame["session"]).diff().dt.total_seconds()
+        return gaps.groupby(frame["section"]).mean().dropna().to_dict()
+    return {}
 
 
 def expected_seconds(session: Session, case: Case) -> float:
@@ -670,26 +672,18 @@ def expected_seconds(session: Session, case: Case) -> float:
     return max(0.05, seconds.get(case.section, DEFAULT_S)) * len(case.phases)
 
 
-class Progress(tqdm):
-    """One bar over the cases of several sessions, in expected seconds, with the time left."""
-
-    def __init__(self, sessions: Sequence[Session]):
-        total = sum(expected_seconds(one, case) for one in sessions for case in one.pending())
-        super().__init__(
-            total=total,
-            disable=not total,
-            bar_format="{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left{postfix}",
-            file=sys.stderr,
-            mininterval=1.0,
-        )
-
-    @contextlib.contextmanager
-    def step(self, session: Session, case: Case, label: str) -> Iterator[None]:
-        """Shows a case while it runs, and counts it when it is done."""
-        self.set_postfix_str(label)
-        yield
-        # In another order, floats add up to a little more than the total.
-        self.update(min(expected_seconds(session, case), self.total - self.n))
+def progress_bar(sessions: Sequence[Session]) -> tqdm:
+    """Returns one bar over the cases of several sessions, in expected seconds, with the time
+    left.
+    """
+    total = sum(expected_seconds(one, case) for one in sessions for case in one.pending())
+    return tqdm(
+        total=total,
+        disable=not total,
+        bar_format="{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left{postfix}",
+        file=sys.stderr,
+        mininterval=1.0,
+    )
 
 
 MOST_REHEARSALS = 12
@@ -707,38 +701,34 @@ def rehearse(sessions: Sequence[Session]) -> None:
     if num_workers < 2:
         return
     print(f"Compiling what {len(cases)} cases need, {num_workers} at a time", file=sys.stderr)
+    left = iter(cases)
     workers: list[_Worker] = []
-    idle: dict[str, list[_Worker]] = {module_name: [] for module_name, _ in cases}
 
-    def rehearse_case(module_name: str, case: Case) -> None:
-        # One that has compiled a case of this chapter is up already.
-        try:
-            worker = idle[module_name].pop()
-        except IndexError:  # asked before, it might be gone to another thread
-            worker = _Worker(module_name, is_rehearsal=True)
-            workers.append(worker)
-        case = replace(case, time_limit_s=0.0, sustained=())
-        status = "skipped"
-        # A phase that is skipped ends the worker's turn: the others are asked for again.
-        while case.phases and status == "skipped":
-            for phase, measured in worker.outcomes(case, {}):
-                status = measured.status
-                left = case.phases[case.phases.index(phase) + 1 :] if phase else ()
-                case = replace(case, phases=left)
-        if status == "skipped" and not case.fresh_process:
-            idle[module_name].append(worker)
-        else:
-            worker.close()
+    def rehearse_some() -> None:
+        worker = None
+        for module_name, case in left:  # which all threads share
+            if not worker or worker.module_name != module_name:
+                worker = _Worker(module_name, is_rehearsal=True)
+                workers.append(worker)
+            *_, (_, last) = worker.outcomes(replace(case, time_limit_s=0.0, sustained=()), {})
+            # One that has come to the end of a case is up for the next.
+            if last.status != "skipped" or case.fresh_process:
+                workers.remove(worker)
+                worker.close()
+                worker = None
 
     with ThreadPoolExecutor(num_workers) as pool:
+        threads = [pool.submit(rehearse_some) for _ in range(num_workers)]
         try:
-            list(pool.map(lambda one: rehearse_case(*one), cases))
+            for thread in threads:
+                thread.result()
         except KeyboardInterrupt:
-            # What is queued is cancelled; the pool waits for what runs, which takes minutes.
-            for worker in workers:
+            # No case is left to begin; those that run would take minutes.
+            list(left)
+            for worker in list(workers):
                 worker.process.kill()
             raise
-    for worker in itertools.chain(*idle.values()):
+    for worker in workers:
         worker.close()
 
 
@@ -747,7 +737,7 @@ def measure(sessions: Sequence[Session]) -> None:
     if any(session.device.kind == "cuda" for session in sessions):
         rehearse(sessions)  # on a CPU it would take the cores that compile each case as it comes
     shared: dict[tuple, tuple[float, list]] = {}
-    with Progress(sessions) as progress:
+    with progress_bar(sessions) as progress:
         for session in sessions:
             session.shared = shared
             session.run(progress)
