@@ -199,8 +199,8 @@ class Wrapper(nn.Module):
     accumulate gradients, call `finish_gradient_synchronization()` after each backward.
 
     Raises ValueError for a module that makes sparse gradients and, on every rank alike, parameters
-    or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added, replaced,
-    moved, frozen or unfrozen after wrapping; TypeError for a copy.
+    or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's; RuntimeError where
+    a parameter is added, replaced, moved, frozen or unfrozen after wrapping; TypeError for a copy.
     """
 
     def __init__(self, module: nn.Module):
