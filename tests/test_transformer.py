@@ -202,11 +202,3 @@ def test_rms_norm_of_16_bits_is_its_formula_rounded_once(scale):
     # then four more, and in bf16 a last one. Statistics in bf16 would be off by several.
     bound = (66 / 2 + 4) * unit_roundoff(torch.float32) + unit_roundoff(torch.bfloat16)
     assert norm(x).dtype == torch.bfloat16 and relative.max().item() <= bound
-
-
-def test_tables_keep_their_values_when_a_model_is_moved_to_another_dtype():
-    # Made again from tables in bf16, positions beyond 256 could not be told apart.
-    model = TransformerLM(TINY, max_context=300)
-    table = model.rotary.cos_TD.clone()
-    for dtype in (torch.bfloat16, torch.float64):
-        assert torch.equal(model.to(dtype).rotary.cos_TD, table.to(dtype))

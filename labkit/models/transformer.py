@@ -20,6 +20,7 @@ from labkit.configs import RMS_NORM_EPS, ModelConfig
 from labkit.kernels import course
 from labkit.kernels.attention import IMPLS, attention
 from labkit.kernels.cross_entropy import linear_cross_entropy
+from labkit.kernels.rms_norm import rms_norm
 from labkit.kernels.rotary import rotary as rotate
 from labkit.kernels.swiglu import swiglu
 
@@ -45,15 +46,10 @@ class RMSNorm(nn.Module):
     def __init__(self, d_model: int, impl: str = "eager"):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d_model))
-        self.fused = None
-        if impl == "fused":
-            # Here, since PyTorch's compiler comes with it: seconds that the other models spare.
-            from labkit.kernels.rms_norm import rms_norm
-
-            self.fused = rms_norm
+        self.is_fused = impl == "fused"
 
     def forward(self, x: Stream) -> Tensor:
-        if self.fused:
+        if self.is_fused:
             return self.with_sum(x)[0]
         x_fp32 = x.float()
         inverse_rms = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + RMS_NORM_EPS)
@@ -62,40 +58,22 @@ class RMSNorm(nn.Module):
     def with_sum(self, x: Stream) -> tuple[Tensor, Tensor]:
         """Returns the norm of what comes from a fused block, and the sum that it is of."""
         if isinstance(x, tuple):
-            return self.fused(x[0], self.weight, RMS_NORM_EPS, x[1])
-        return self.fused(x, self.weight, RMS_NORM_EPS), x
+            return rms_norm(x[0], self.weight, RMS_NORM_EPS, x[1])
+        return rms_norm(x, self.weight, RMS_NORM_EPS), x
 
 
 class RotaryEmbedding(nn.Module):
     """Rotates the two halves of each head's dimension by position · θ^(−2i/D)."""
 
-    def __init__(
-        self,
-        d_head: int,
-        max_context: int,
-        theta: float,
-    ):
+    def __init__(self, d_head: int, max_context: int, theta: float):
         super().__init__()
-        self.theta = theta
-        empty_TD = torch.empty(max_context, d_head, dtype=torch.float32)
-        self.register_buffer("cos_TD", empty_TD, persistent=False)
-        self.register_buffer("sin_TD", empty_TD.clone(), persistent=False)
-        self._fill_tables()
-
-    def _fill_tables(self) -> None:
-        # Of fp32's values in every dtype.
-        max_context, d_head = self.cos_TD.shape
+        # Computed on the CPU, so that the values are the same on every device.
         exponent = -torch.arange(0, d_head, 2, dtype=torch.float64, device="cpu") / d_head
         position = torch.arange(max_context, dtype=torch.float64, device="cpu")
-        angle_TD = torch.outer(position, self.theta**exponent).repeat(1, 2)
-        self.cos_TD.copy_(angle_TD.cos().float())
-        self.sin_TD.copy_(angle_TD.sin().float())
-
-    def _apply(self, fn, recurse=True):
-        # From the meta device tables come without values, and no state dict has them.
-        super()._apply(fn, recurse)
-        self._fill_tables()
-        return self
+        angle_TD = torch.outer(position, theta**exponent).repeat(1, 2)
+        for name, table_TD in (("cos_TD", angle_TD.cos()), ("sin_TD", angle_TD.sin())):
+            table_TD = table_TD.float().to(torch.get_default_device())
+            self.register_buffer(name, table_TD, persistent=False)
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
         num_tokens = x_BHTD.shape[-2]
