@@ -26,10 +26,10 @@ from labkit.configs import (
 from labkit.device import Device
 from labkit.experiments.ceilings import (
     CEILINGS,
+    achieved,
     ceiling_cases,
     ceiling_rates,
     copy_buffers,
-    copy_rate,
     timed_call,
 )
 from labkit.experiments.sections import run_section, section, time_once_ms, timed
@@ -108,7 +108,7 @@ def _measure_timer(device: Device, case: Case, method: str) -> Measured:
         times = timed_call(device, negate, source, method=method)
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
-    rate = copy_rate(device, source, times.timing.median_ms)
+    rate = achieved(device, times, "fp32", num_bytes=2 * source.nbytes)
     return times.measured(rate, {"kind": "negate"}, {"num_bytes": source.nbytes})
 
 

@@ -13,7 +13,13 @@ import torch
 
 from labkit import numerics
 from labkit.device import Device
-from labkit.experiments.sections import Timed, section, sustained_metrics, timed
+from labkit.experiments.sections import (
+    Timed,
+    rate_metrics,
+    section,
+    sustained_metrics,
+    timed,
+)
 from labkit.experiments.sweep import Case, Measured
 from labkit.measure.timing import time_callable
 from labkit.records import SESSION_SECTION
@@ -57,13 +63,14 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
     device.
     """
     described = dict(case.parameters)
+    precision = described["precision"]
     if described["kind"] == "copy":
         target, source = copy_buffers(device)
         call = functools.partial(target.copy_, source)
         work = {"num_bytes": 2 * source.nbytes}
         observed = {"num_bytes": source.nbytes}
     else:
-        precision, n = described["precision"], CEILING_SIZES[device.kind]
+        n = CEILING_SIZES[device.kind]
         numerics.set_precision(precision)
         dtype = numerics.tensor_dtype(precision)
         a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
@@ -77,12 +84,7 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
         time.sleep(1)
         samples = {"min_samples": 10, "max_samples": 10}
     times = timed_call(device, call, **samples)
-    if described["kind"] == "copy":
-        metrics = copy_rate(device, source, times.timing.median_ms)
-    else:
-        tflops = 2 * n**3 / (times.timing.median_ms * 1e-3) / 1e12
-        peak = device.peaks.tflops(precision) if device.peaks else None
-        metrics = _achieved("tflops", tflops, peak)
+    metrics = achieved(device, times, precision, **work)
     metrics |= sustained_metrics(device, times, call, **work)
     return times.measured(metrics, described, observed)
 
@@ -103,14 +105,11 @@ def copy_buffers(device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(source), source
 
 
-def copy_rate(device: Device, source: torch.Tensor, time_ms: float) -> dict:
-    """Returns the rate at which `source` was read and as much written, and its share of the
-    datasheet's.
-    """
-    rate = 2 * source.nbytes / (time_ms * 1e-3) / 1e9
-    return _achieved("gb_per_s", rate, device.peaks.memory_gb_per_s if device.peaks else None)
-
-
-def _achieved(unit: str, rate: float, peak: float | None) -> dict:
-    fraction = rate / peak if peak else None
-    return {f"achieved_{unit}": rate, "datasheet": peak, "datasheet_fraction": fraction}
+def achieved(device: Device, times: Timed, precision: str, **work: int) -> dict:
+    """Returns the rate of a call of this `work`, as `rate_metrics`, and the datasheet's."""
+    metrics = rate_metrics(device, {}, times.timing.median_ms, precision, **work)
+    peak = None
+    if device.peaks:
+        peaks = device.peaks
+        peak = peaks.tflops(precision) if "flops" in work else peaks.memory_gb_per_s
+    return metrics | {"datasheet": peak}

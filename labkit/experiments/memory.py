@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from labkit import numerics
 from labkit.configs import MEMORY, ModelConfig
 from labkit.device import Device, detect
 from labkit.experiments.sections import (
@@ -225,20 +224,17 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
     is_compiled = parameters["code"] == "compiled"
     kind = device.kind
     empty_cache(device)
-    torch.manual_seed(0)
-    numerics.set_precision(parameters["precision"])
     d_model = parameters["d_model"]
     shape = (parameters["batch"], parameters["context"], d_model)
     config = ModelConfig("", "", d_model, parameters["d_ff"], 1, parameters["num_heads"])
     rotary = RotaryEmbedding(config.d_head, shape[1], config.rope_theta).to(kind)
+    x_BTC = torch.randn(shape, device=kind, requires_grad=True)
     if part == "rms_norm":
         modules = nn.ModuleList([RMSNorm(d_model)]).to(kind)
+        forward = functools.partial(modules[0], x_BTC)
     else:
         num_blocks = 1 if part == "block" else 4
         modules = nn.ModuleList(Block(config, "eager") for _ in range(num_blocks)).to(kind)
-    x_BTC = torch.randn(shape, device=kind, requires_grad=True)
-    forward = functools.partial(modules[0], x_BTC)
-    if part != "rms_norm":
         plan = (2,) if part.endswith("by_pairs") else ()
         forward = functools.partial(run_blocks, list(modules), x_BTC, rotary, plan)
     if is_compiled:

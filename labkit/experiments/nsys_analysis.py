@@ -227,16 +227,16 @@ def _timeline(rows: pd.DataFrame) -> dict[str, list]:
     """Returns every launch of a step: start and duration (µs), numbers of class, phase and block
     (−1: none).
     """
-    start_us = (rows["start_ns"] - rows["start_ns"].min()) / 1e3
-    duration_us = (rows["end_ns"] - rows["start_ns"]) / 1e3
     block = rows["path"].map("/".join).str.extract(r"block (\d+)", expand=False)
-    phase_numbers = {phase: number for number, phase in enumerate(STEP_PHASES)}
+    columns = {
+        "start_us": (rows["start_ns"] - rows["start_ns"].min()) / 1e3,
+        "duration_us": (rows["end_ns"] - rows["start_ns"]) / 1e3,
+        "kernel_class": pd.Index(profiling.CLASSES).get_indexer(rows["kernel_class"]),
+        "phase": pd.Index(STEP_PHASES).get_indexer(rows["phase"]),
+        "block": block.fillna(-1).astype(int),
+    }
     return {
         "class_names": list(profiling.CLASSES),
         "phase_names": list(STEP_PHASES),
-        "start_us": start_us.round(2).tolist(),
-        "duration_us": duration_us.round(2).tolist(),
-        "kernel_class": rows["kernel_class"].map(profiling.CLASSES.index).tolist(),
-        "phase": rows["phase"].map(phase_numbers).fillna(-1).astype(int).tolist(),
-        "block": block.fillna(-1).astype(int).tolist(),
+        **pd.DataFrame(columns).round(2).to_dict("list"),
     }

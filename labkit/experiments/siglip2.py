@@ -38,7 +38,7 @@ from labkit.experiments.sections import (
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import KERNEL_CLASSES
 from labkit.kernels.attention import FlashAttention3Function, unavailable_reason
-from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
+from labkit.measure.profiling import capture_with_kineto, launches
 from labkit.measure.timing import time_callable
 from labkit.models.siglip2 import (
     ATTENTION,
@@ -361,17 +361,11 @@ def _measure(work: Work, case: Case, phase: str, ceilings: dict[str, float]) -> 
 
 def _measure_profile(work: Work, case: Case, phase: str) -> Measured:
     call = work.calls[phase]
-    marker = RangeMarker("kineto")
     for _ in range(2):
         call()
-
-    def marked() -> None:
-        with marker(phase):
-            call()
-
+    marked = torch.profiler.record_function(phase)(call)
     trace = capture_with_kineto(marked, work.device.kind)
     table = launches(trace, (phase,), KERNEL_CLASSES)
-    table = table[table["phase"] == phase]
     class_ms = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
     metrics = {"kernels_ms": float(class_ms.sum()), "num_launches": len(table)}
     metrics |= {f"{name}_ms": float(value) for name, value in class_ms.items() if value > 0}
@@ -411,24 +405,20 @@ def _results(
 
 
 def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
+    """Returns relative errors against fp64, of an implementation beside the first one's: of the
+    output, and of the gradient that is worst in comparison.
+    """
     size, precision = case.parameters["size"], case.parameters["precision"]
-    dtype = DTYPES[precision]
     exact = _results(size, precision, "eager", torch.float64, "cpu")
     errors = {}
     for each in (impl, "eager"):
-        results = _results(size, precision, each, dtype, device.kind)
+        results = _results(size, precision, each, DTYPES[precision], device.kind)
         errors[each] = {name: relative_error(x, exact[name]) for name, x in results.items()}
     ours = errors[impl]
     eager = errors["eager"]
     # The exact gradient of k's bias is zero: softmax does not see it.
     gradients = [x for x in exact if x != "out" and not x.endswith("k_proj.bias")]
     worst = max(gradients, key=lambda name: ours[name] / eager[name])
-    rounding = torch.finfo(dtype).eps / 2
-    if ours["out"] > 2 * eager["out"] + rounding or ours[worst] > 3 * eager[worst] + rounding:
-        raise AssertionError(
-            f"wrong: errors {ours['out']:.2g} and {ours[worst]:.2g} ({worst}), eager's "
-            f"{eager[worst]:.2g}"
-        )
     metrics = {"out_error": ours["out"], "eager_out_error": eager["out"]}
     metrics |= {"gradient_error": ours[worst], "eager_gradient_error": eager[worst]}
     return Measured(metrics, case.parameters, {"worst": worst})

@@ -199,20 +199,20 @@ class Step:
         dtype = self.recipe.autocast
         return torch.autocast(self.device.kind, dtype or torch.bfloat16, enabled=dtype is not None)
 
-    def loss_on(self, tokens_BT: Tensor, targets_BT: Tensor, plan: Sequence[int] = ()) -> Tensor:
-        """Returns the mean loss on a batch, its blocks recomputed as `plan` says."""
+    def loss_on(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Returns the mean loss on a batch."""
         model = self.model
         with self.autocast():
-            if plan:
+            if self.plan:
                 x_BTC = model.embedding(tokens_BT)
-                x_BTC = run_blocks(list(model.blocks), x_BTC, model.rotary, plan)
+                x_BTC = run_blocks(list(model.blocks), x_BTC, model.rotary, self.plan)
                 return language_model_loss(model.head(model.norm(x_BTC)), targets_BT)
             if model.impl == "eager":  # compiled whole, the model ends with its logits
                 return language_model_loss(model(tokens_BT), targets_BT)
             return model(tokens_BT, targets_BT)
 
     def forward(self) -> Tensor:
-        return self.loss_on(self.tokens, self.targets, self.plan)
+        return self.loss_on(self.tokens, self.targets)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
