@@ -374,14 +374,12 @@ def described_as(
     return TensorDescriptor(base, list(shape), [*outer, 1], list(block), layout)
 
 
-def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
+def tiles_of(x_BHSD: Layout, num_rows: int, tail: int) -> tuple:
     """Describes tiles of (1, 1, num_rows, 64 or 128) that never cross into the next head, and of a
     tail, (1, 1, num_rows, tail) of the columns from 64 on, zeros past the head dimension.
 
-    None where there is no tail, or no tensor.
+    None where there is no tail.
     """
-    if x_BHSD is None:
-        return None, None
     shape, strides, dtype, *_ = x_BHSD
 
     def described(num_columns: int) -> TensorDescriptor:
