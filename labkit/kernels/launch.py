@@ -12,7 +12,6 @@ from types import CellType, FunctionType
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from triton import knobs
 from triton.runtime import driver
 
 REMEMBERED = 1024
@@ -31,10 +30,11 @@ class Launch:
     """A Triton or Gluon kernel with its grid, its numbers and its constants: called with the
     arguments before them.
 
-    From the second call on, the kernel that the first one compiled runs at once: whoever makes a
-    Launch answers for what that kernel depends on being the same in every call, i.e. the device
-    and, of every argument, its dtype, whether it is None, and, unless the kernel takes it without
-    specialising, whether it is 1 or a multiple of 16 (of a tensor: its address).
+    From the second call on, the kernel that the first one compiled runs at once, unseen by Triton's
+    launch hooks: whoever makes a Launch answers for what that kernel depends on being the same in
+    every call, i.e. the device and, of every argument, its dtype, whether it is None, and, unless
+    the kernel takes it without specialising, whether it is 1 or a multiple of 16 (of a tensor: its
+    address).
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], constants: dict, numbers: tuple = ()):
@@ -47,7 +47,7 @@ class Launch:
         self.run = self.compiled = None
 
     def __call__(self, *arguments) -> None:
-        if self.compiled is None or is_hooked():
+        if self.compiled is None:
             compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
             # Not where kernels are interpreted, or Triton has to allocate memory for each launch.
             facts = getattr(compiled, "metadata", None)
@@ -57,13 +57,6 @@ class Launch:
         if self.run is None:
             self.run = unhooked(self.compiled, self.grid)
         self.run(*arguments, *self.last)
-
-
-def is_hooked() -> bool:
-    """Returns whether someone, a profiler say, wants to be told of launches."""
-    on_entry, on_exit = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    # A chain of hooks, which may be empty, or a hook.
-    return bool(getattr(on_entry, "calls", on_entry) or getattr(on_exit, "calls", on_exit))
 
 
 def current_stream() -> int:
@@ -90,12 +83,9 @@ def handed_on(compiled, grid: tuple[int, ...], stream: int, arguments: tuple) ->
 
 
 def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks
-    and calls none.
+    """Returns what launches a compiled kernel without tile descriptors like `compiled[grid]`, but
+    gathers nothing for hooks and calls none.
     """
-    if isinstance(compiled.run.launch, FunctionType):  # it encodes tiles, in every call
-        facts = (compiled.function, compiled.packed_metadata, None, None, None)
-        return lambda *arguments: compiled.run(*grid, current_stream(), *facts, *arguments)
     launcher, (*before, last) = handed_on(compiled, grid, 0, ("the only argument",))
     facts = before[4:]  # behind the grid and the stream
     if isinstance(last, tuple):  # Triton 3.9 hands the arguments on as one

@@ -204,7 +204,6 @@ def _flags(call: Call, tile: TileConfig, layouts: tuple[Layout, ...]) -> dict:
     """Returns the constants that forward and backward kernels share."""
     return {
         "HEAD_DIM": call.q.shape[-1],
-        "IS_PACKED": call.packed,
         "PRECISION": call.precision,
         "ALIGNMENT": alignment_of(*layouts),
         "num_warps": tile.num_warps,
@@ -276,7 +275,6 @@ def _backward_launch(
         "OTHER_BLOCK": other_block,
         "HAS_BEFORE": before >= 0,
         "HAS_AFTER": after >= 0,
-        "PADDING": STATISTICS_PADDING,
         # The statistics of queries are padded: keys have two loops always.
         "UNMASKED_LOOP": tile.unmasked_loop and (has_edge or even or of_keys),
         "EVEN": even,
@@ -322,12 +320,10 @@ def _statistics_launch(
         "HEAD_DIM": head_dim,
         "PADDED_D": triton.next_power_of_2(head_dim),
         "ALIGNMENT": alignment_of(out, grad_out),
-        "BLOCK_Q": DELTA_BLOCK_Q,
-        "IS_PACKED": call.packed,
-        "PADDING": STATISTICS_PADDING,
     }
-    num_tiles = call.num_tiles(num_queries, STATISTICS_PADDING)
-    num_programs = num_tiles * (STATISTICS_PADDING // DELTA_BLOCK_Q) * num_heads
+    padding = STATISTICS_PADDING.value
+    tiles_a_padding = padding // DELTA_BLOCK_Q.value
+    num_programs = call.num_tiles(num_queries, padding) * tiles_a_padding * num_heads
     return Launch(flash_attention_bwd_delta_kernel, (num_programs,), flags, numbers)
 
 
@@ -518,8 +514,8 @@ class Plan:
         num_batches, num_heads, _, num_queries, _, _ = call.sizes
         # The statistics of a packed batch are one set.
         num_sets = 1 if call.packed else num_batches
-        num_tiles = call.num_tiles(num_queries, STATISTICS_PADDING)
-        num_rows = num_tiles // num_sets * STATISTICS_PADDING
+        padding = STATISTICS_PADDING.value
+        num_rows = call.num_tiles(num_queries, padding) // num_sets * padding
         statistics = self.lse._replace(shape=(num_sets, num_heads, num_rows)).contiguous()
         strides = (0 if call.packed else num_heads * num_rows, num_rows, 1)
         if call.impl == "gluon":

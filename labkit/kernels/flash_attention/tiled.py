@@ -111,16 +111,17 @@ def tiled_attention_forward(
             which see no others. Rows of none get zeros, and −∞.
     """
     out = torch.zeros_like(q)
-    k, v = _shared_heads(k, q), _shared_heads(v, q)
     dtype = _accumulation_dtype(q.dtype)
+    k, v = (_shared_heads(x, q).to(dtype) for x in (k, v))
+    scaled_q = q.to(dtype) * scale
     lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
     tiles = _tiles(q.shape[-2], k.shape[-2], sequences, left, right, tile_q, tile_k)
     for queries, diagonal, key_tiles in tiles:
-        q_QD = q[..., queries, :].to(dtype) * scale
+        q_QD = scaled_q[..., queries, :]
         maximum_Q = q_QD.new_full(q_QD.shape[:-1], -math.inf)
         sum_Q, acc_QD = torch.zeros_like(maximum_Q), torch.zeros_like(q_QD)
         for keys in key_tiles:
-            scores_QK = q_QD @ k[..., keys, :].to(dtype).transpose(-2, -1)
+            scores_QK = q_QD @ k[..., keys, :].mT
             scores_QK = _mask(scores_QK, queries, keys, diagonal, left, right)
             new_maximum_Q = torch.maximum(maximum_Q, scores_QK.amax(dim=-1))
             # While a row has seen no key its maximum is −inf, and −inf − (−inf) would be NaN.
@@ -128,7 +129,7 @@ def tiled_attention_forward(
             p_QK = torch.exp(scores_QK - shift_Q[..., None])
             rescale_Q = torch.exp(maximum_Q - shift_Q)
             sum_Q = rescale_Q * sum_Q + p_QK.sum(dim=-1)
-            acc_QD = rescale_Q[..., None] * acc_QD + p_QK @ v[..., keys, :].to(dtype)
+            acc_QD = rescale_Q[..., None] * acc_QD + p_QK @ v[..., keys, :]
             maximum_Q = new_maximum_Q
         # A row without any key: zeros, and log 0 = −inf.
         out[..., queries, :] = acc_QD / sum_Q.masked_fill(sum_Q == 0, 1)[..., None]
@@ -156,27 +157,24 @@ def tiled_attention_backward(
     `tiled_attention_forward`.
     """
     dtype = _accumulation_dtype(q.dtype)
-    delta = (grad_out.to(dtype) * out.to(dtype)).sum(dim=-1)
-    shared_k, shared_v = _shared_heads(k, q), _shared_heads(v, q)
-    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    grad_k = torch.zeros(shared_k.shape, dtype=dtype, device=q.device)
-    grad_v = torch.zeros_like(grad_k)
+    wide_q, grad_out = q.to(dtype), grad_out.to(dtype)
+    shared_k, shared_v = (_shared_heads(x, q).to(dtype) for x in (k, v))
+    delta = (grad_out * out.to(dtype)).sum(dim=-1)
+    # exp(−∞ − ∞) = 0: a row that saw no key passes no gradient on.
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    grad_q, grad_k, grad_v = map(torch.zeros_like, (wide_q, shared_k, shared_v))
     tiles = _tiles(q.shape[-2], k.shape[-2], sequences, left, right, tile_q, tile_k)
     for queries, diagonal, key_tiles in tiles:
-        q_QD, grad_out_QD = q[..., queries, :].to(dtype), grad_out[..., queries, :].to(dtype)
-        lse_Q = lse[..., queries]
-        # exp(−inf − ∞) = 0: a row that saw no key passes no gradient on.
-        lse_Q = lse_Q.masked_fill(lse_Q == -math.inf, math.inf)
+        q_QD, grad_out_QD = wide_q[..., queries, :], grad_out[..., queries, :]
         for keys in key_tiles:
-            k_KD = shared_k[..., keys, :].to(dtype)
-            v_KD = shared_v[..., keys, :].to(dtype)
+            k_KD, v_KD = shared_k[..., keys, :], shared_v[..., keys, :]
             # In the order of the forward pass, so that exp(S − L) subtracts equal roundings.
-            scores_QK = (q_QD * scale) @ k_KD.transpose(-2, -1)
+            scores_QK = (q_QD * scale) @ k_KD.mT
             scores_QK = _mask(scores_QK, queries, keys, diagonal, left, right)
-            p_QK = torch.exp(scores_QK - lse_Q[..., None])
-            grad_p_QK = grad_out_QD @ v_KD.transpose(-2, -1)
+            p_QK = torch.exp(scores_QK - lse[..., queries, None])
+            grad_p_QK = grad_out_QD @ v_KD.mT
             grad_scores_QK = scale * p_QK * (grad_p_QK - delta[..., queries, None])
             grad_q[..., queries, :] += grad_scores_QK @ k_KD
-            grad_k[..., keys, :] += grad_scores_QK.transpose(-2, -1) @ q_QD
-            grad_v[..., keys, :] += p_QK.transpose(-2, -1) @ grad_out_QD
+            grad_k[..., keys, :] += grad_scores_QK.mT @ q_QD
+            grad_v[..., keys, :] += p_QK.mT @ grad_out_QD
     return grad_q.to(q.dtype), _sum_over_group(grad_k, k), _sum_over_group(grad_v, v)

@@ -24,10 +24,10 @@ import math
 import triton
 import triton.language as tl
 
-DELTA_BLOCK_Q = 32
+DELTA_BLOCK_Q = tl.constexpr(32)
 
 # No query tile is longer, so that the statistics of a whole tile are always there to load.
-STATISTICS_PADDING = 128
+STATISTICS_PADDING = tl.constexpr(128)
 
 NUM_SLICES = 3
 """Slices of 8 bits that an operand of fp32 is cut into for six products of bf16."""
@@ -59,6 +59,12 @@ def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
     half = block // 2
     tail = max(16, triton.next_power_of_2(head_dim - half))
     return (half, tail) if tail < half else (block, 0)
+
+
+@triton.constexpr_function
+def is_padded(head_dim: int, width: int) -> bool:
+    """Returns whether the last part of a head dimension is wider than what it holds."""
+    return head_dim % width != 0
 
 
 @triton.constexpr_function
@@ -157,8 +163,7 @@ def _load(
     for i in tl.static_range(len(columns)):
         pointers = ptr + _offsets(rows, columns[i], strides[2], ALIGNMENT)
         inside = None if row_mask is None else row_mask[:, None]
-        # Only the last part may be wider than what it has to hold.
-        if i == len(columns) - 1 and HEAD_DIM % columns[i].shape[0] != 0:
+        if i == len(columns) - 1 and is_padded(HEAD_DIM, columns[i].shape[0]):
             existing = (columns[i] < HEAD_DIM)[None, :]
             inside = existing if inside is None else inside & existing
         other = None if inside is None else 0.0
@@ -192,7 +197,7 @@ def _store(
     ptr += start_of(strides, batch, head, first_row, ALIGNMENT)
     for i in tl.static_range(len(columns)):
         inside = row_mask[:, None]
-        if i == len(columns) - 1 and HEAD_DIM % columns[i].shape[0] != 0:
+        if i == len(columns) - 1 and is_padded(HEAD_DIM, columns[i].shape[0]):
             inside = inside & (columns[i] < HEAD_DIM)[None, :]
         tile = (parts[i] * factor).to(ptr.dtype.element_ty)
         tl.store(ptr + _offsets(rows, columns[i], strides[2], ALIGNMENT), tile, mask=inside)
@@ -260,9 +265,7 @@ def _begin_of(cu_ptr, batch, num_sequences, num_rows):
 
 
 @triton.jit
-def _sequence(
-    cu_ptr, batch, num_sequences, num_rows, HAS_REST: tl.constexpr, IS_PACKED: tl.constexpr
-):
+def _sequence(cu_ptr, batch, num_sequences, num_rows, HAS_REST: tl.constexpr):
     """The first row of a sequence and its number of rows.
 
     The last sequence of a packed batch is the rows behind all others (HAS_REST), which see no row
@@ -270,7 +273,7 @@ def _sequence(
     """
     first = tl.cast(0, tl.int64)
     length = num_rows
-    if IS_PACKED:
+    if cu_ptr is not None:
         begin = _begin_of(cu_ptr, batch, num_sequences, num_rows)
         end = _begin_of(cu_ptr, batch + 1, num_sequences, num_rows)
         length = tl.maximum(end - begin, 0).to(tl.int32)
@@ -306,7 +309,6 @@ def _decode_program_id(
     BLOCK: tl.constexpr,
     UNEQUAL: tl.constexpr,
     LONGEST_LAST: tl.constexpr,
-    IS_PACKED: tl.constexpr,
 ):
     """A program's tile of BLOCK rows, head, batch and split.
 
@@ -315,7 +317,9 @@ def _decode_program_id(
     whose keys stay in the cache.
     """
     program = tl.program_id(0)
-    num_tiles = tl.num_programs(0) // num_heads if IS_PACKED else tl.cdiv(max_length, BLOCK)
+    num_tiles = tl.cdiv(max_length, BLOCK)
+    if cu_ptr is not None:
+        num_tiles = tl.num_programs(0) // num_heads
     section = tl.cdiv(SECTION_TILES, num_tiles) if UNEQUAL else 1
     first_head = program // (section * num_tiles) * section
     width = tl.minimum(section, tl.num_programs(0) // num_tiles - first_head) if UNEQUAL else 1
@@ -328,19 +332,20 @@ def _decode_program_id(
     batch = head_split // num_splits // num_heads
     if LONGEST_LAST:
         tile = num_tiles - 1 - tile
-    if IS_PACKED:
+    if cu_ptr is not None:
         batch, tile = _sequence_of(tile, cu_ptr, num_sequences, max_length, BLOCK)
     return tile, head, batch, split
 
 
 @triton.jit
-def _statistics_row(first_q, batch, IS_PACKED: tl.constexpr, PADDING: tl.constexpr):
+def _statistics_row(first_q, batch, cu_q_ptr):
     """Where a sequence's row statistics begin: sequences are padded so that whole tiles load
     without a mask.
     """
     row = first_q
-    if IS_PACKED:
-        row = (first_q + tl.cast(batch, tl.int64) * PADDING) // PADDING * PADDING
+    if cu_q_ptr is not None:
+        row += tl.cast(batch, tl.int64) * STATISTICS_PADDING
+        row = row // STATISTICS_PADDING * STATISTICS_PADDING
     return row
 
 
@@ -427,7 +432,6 @@ def flash_attention_fwd_kernel(
     BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    IS_PACKED: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -449,10 +453,9 @@ def flash_attention_fwd_kernel(
         BLOCK_Q,
         IS_CAUSAL,
         HAS_RIGHT,
-        IS_PACKED,
     )
-    first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True, IS_PACKED)
-    first_k, num_keys = _sequence(cu_k_ptr, batch, num_sequences, max_keys, False, IS_PACKED)
+    first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, num_sequences, max_keys, False)
     q_begin = tile * BLOCK_Q
     if q_begin >= num_queries:
         return
@@ -585,11 +588,8 @@ def flash_attention_bwd_delta_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_D: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    PADDING: tl.constexpr,
 ):
-    """One program: rowsum(∂O ∘ O) of BLOCK_Q queries, and their log-sum-exp in base 2, for the
+    """One program: rowsum(∂O ∘ O) of a few queries, and their log-sum-exp in base 2, for the
     kernels after it; and zeros for their counters, if they have any.
 
     It fills the padding too, with 0 and +∞: exp2(· − ∞) = 0 then keeps what lies beyond a sequence
@@ -597,15 +597,17 @@ def flash_attention_bwd_delta_kernel(
     """
     # Heads one after another: where they lie inside the rows, neighbours read the same rows.
     head = tl.program_id(0) % num_heads
-    begin = tl.program_id(0) // num_heads * BLOCK_Q
-    if IS_PACKED:
-        batch, tile = _sequence_of(begin // PADDING, cu_q_ptr, num_sequences, max_queries, PADDING)
+    begin = tl.program_id(0) // num_heads * DELTA_BLOCK_Q
+    if cu_q_ptr is not None:
+        tile = begin // STATISTICS_PADDING
+        batch, tile = _sequence_of(tile, cu_q_ptr, num_sequences, max_queries, STATISTICS_PADDING)
     else:
-        num_tiles = tl.cdiv(max_queries, PADDING)
-        batch, tile = begin // PADDING // num_tiles, begin // PADDING % num_tiles
-    first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True, IS_PACKED)
-    begin = tile * PADDING + begin % PADDING
-    rows = tl.arange(0, BLOCK_Q)
+        num_tiles = tl.cdiv(max_queries, STATISTICS_PADDING)
+        batch = begin // STATISTICS_PADDING // num_tiles
+        tile = begin // STATISTICS_PADDING % num_tiles
+    first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True)
+    begin = tile * STATISTICS_PADDING + begin % STATISTICS_PADDING
+    rows = tl.arange(0, DELTA_BLOCK_Q)
     mask = rows < num_queries - begin
     where = (batch, head, first_q + begin, rows, mask, (tl.arange(0, PADDED_D),))
     out = _load(out_ptr, out_strides, *where, HEAD_DIM, ALIGNMENT, "ieee")
@@ -615,15 +617,15 @@ def flash_attention_bwd_delta_kernel(
     lse = tl.load(lse_ptr + rows, mask=mask, other=float("-inf"))
     # A row that saw no key passes no gradient on either.
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    first = _statistics_row(first_q, batch, IS_PACKED, PADDING)
+    first = _statistics_row(first_q, batch, cu_q_ptr)
     statistics = start_of(statistics_strides, batch, head, first + begin, 1) + rows
-    padded = rows < tl.cdiv(num_queries, PADDING) * PADDING - begin
+    padded = rows < tl.cdiv(num_queries, STATISTICS_PADDING) * STATISTICS_PADDING - begin
     tl.store(delta_ptr + statistics, delta, mask=padded)
     tl.store(lse_log2_ptr + statistics, lse_log2, mask=padded)
     if counters_ptr is not None:
-        step = tl.num_programs(0) * BLOCK_Q
-        for start in range(tl.program_id(0) * BLOCK_Q, num_counters, step):
-            counter = start + tl.arange(0, BLOCK_Q)
+        step = tl.num_programs(0) * DELTA_BLOCK_Q
+        for start in range(tl.program_id(0) * DELTA_BLOCK_Q, num_counters, step):
+            counter = start + tl.arange(0, DELTA_BLOCK_Q)
             tl.store(counters_ptr + counter, 0, mask=counter < num_counters)
 
 
@@ -658,11 +660,9 @@ def flash_attention_bwd_kernel(
     OTHER_BLOCK: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     HAS_AFTER: tl.constexpr,
-    IS_PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
-    PADDING: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """One program: ∂K and ∂V of OWN_BLOCK keys of one key head, over all queries of the head's
@@ -683,14 +683,11 @@ def flash_attention_bwd_kernel(
         OWN_BLOCK,
         IS_CAUSAL,
         HAS_AFTER and not OF_KEYS,
-        IS_PACKED,
     )
-    first_own, num_own = _sequence(cu_own_ptr, batch, num_sequences, max_own, True, IS_PACKED)
-    first_other, num_other = _sequence(
-        cu_other_ptr, batch, num_sequences, max_other, False, IS_PACKED
-    )
+    first_own, num_own = _sequence(cu_own_ptr, batch, num_sequences, max_own, True)
+    first_other, num_other = _sequence(cu_other_ptr, batch, num_sequences, max_other, False)
     own_begin = tile * OWN_BLOCK
-    if IS_PACKED:
+    if cu_own_ptr is not None:
         if own_begin >= num_own:
             return
 
@@ -706,7 +703,7 @@ def flash_attention_bwd_kernel(
     grad_x = _zeros(OWN_BLOCK, columns)
     grad_y = _zeros(OWN_BLOCK, columns)
 
-    row = _statistics_row(first_other if OF_KEYS else first_own, batch, IS_PACKED, PADDING)
+    row = _statistics_row(first_other if OF_KEYS else first_own, batch, cu_own_ptr)
     if not OF_KEYS:
         statistics = start_of(statistics_strides, batch, head, row + own_begin, 1) + rows_own
         lse_log2 = tl.load(lse_log2_ptr + statistics)[:, None]

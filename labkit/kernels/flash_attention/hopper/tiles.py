@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.launch import REMEMBERED, Launch, current_stream, handed_on, is_hooked
+from labkit.kernels.launch import REMEMBERED, Launch, current_stream, handed_on
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -374,14 +374,12 @@ def described_as(
     return TensorDescriptor(base, list(shape), [*outer, 1], list(block), layout)
 
 
-def tiles_of(x_BHSD: Layout | None, num_rows: int, tail: int) -> tuple:
+def tiles_of(x_BHSD: Layout, num_rows: int, tail: int) -> tuple:
     """Describes tiles of (1, 1, num_rows, 64 or 128) that never cross into the next head, and of a
     tail, (1, 1, num_rows, tail) of the columns from 64 on, zeros past the head dimension.
 
-    None where there is no tail, or no tensor.
+    None where there is no tail.
     """
-    if x_BHSD is None:
-        return None, None
     shape, strides, dtype, *_ = x_BHSD
 
     def described(num_columns: int) -> TensorDescriptor:
@@ -421,7 +419,7 @@ class TileLaunch:
         self.handed: dict[tuple[int | None, ...], tuple] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        if self.launch.compiled is None or is_hooked():
+        if self.launch.compiled is None:
             self.launch(*self._placed(tensors), *tensors[len(self.tiles) :])
             return
         addresses = (current_stream(), *[None if x is None else x.data_ptr() for x in tensors])
