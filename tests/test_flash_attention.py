@@ -9,7 +9,6 @@ Shape suffixes as in labkit.kernels.flash_attention.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import importlib
@@ -536,51 +535,46 @@ def check_operators(impl: str) -> None:
         torch.library.opcheck(forward.default, arguments, **checks, atol=1e-5, rtol=1e-5)
 
 
+RUN_FACTS = ("global_scratch_size", "profile_scratch_size", "num_ctas", "launch_cooperative_grid")
+RUN_FACTS += ("global_scratch_align", "profile_scratch_align", "launch_pdl", "gsan_enabled")
+RUN_FACTS += ("arg_annotations", "kernel_signature")
+"""What Triton's releases know of a compiled kernel."""
+
+
 def test_what_is_handed_to_a_launch_is_kept_by_the_addresses_of_a_call():
     """What the installed Triton makes of tiles and of addresses, without its look-ups."""
     launched, encoded = [], []
     launcher = functools.partial(lambda *arguments: launched.append(arguments))  # not in Python
 
     def encode(tiles, *_):
-        encoded.append(tiles.base)
-        return [tiles.base.data_ptr()]
+        encoded.append(tiles.base.data_ptr())
+        return encoded[-1:]
 
+    def compiled(launch):
+        run = object.__new__(driver.CudaLauncher)
+        vars(run).update(dict.fromkeys(RUN_FACTS, 0), launch=launch)
+        return types.SimpleNamespace(run=run, function=3, packed_metadata=4)
+
+    signature = {0: "tensordesc<fp16[1, 1, 64, 64]>", 1: "constexpr", 2: "*fp32", 3: "i32"}
     device = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 7)
+    x, y, z = (torch.zeros((1, 2, 70, 64), dtype=torch.float16) for _ in range(3))
+    tiles = [hopper_tiles.tiles_of(plans.layout_of(x), 64, 0)]
+    kernel = types.SimpleNamespace(arg_names=())
+    tile_launch = hopper_tiles.TileLaunch(kernel, (5,), tiles, (70,), {}, consumers=2)
     with (
         mock.patch.object(driver, "make_tensordesc_arg", encode),
         mock.patch.object(triton.runtime.driver, "_active", device),
     ):
-        facts = dict.fromkeys(("global_scratch_size", "profile_scratch_size", "num_ctas"), 0)
-        names = ("global_scratch_align", "profile_scratch_align", "launch_cooperative_grid")
-        names += ("launch_pdl", "gsan_enabled", "arg_annotations", "kernel_signature")
-        launch = driver.wrap_handle_tensordesc(
-            launcher,
-            {0: "tensordesc<fp16[1, 1, 64, 64]>", 1: "constexpr", 2: "*fp32", 3: "i32"},
-            [{}],
-        )
-        run = object.__new__(driver.CudaLauncher)
-        vars(run).update(dict.fromkeys(names), **facts, launch=launch)
-        x, y, z = (torch.zeros((1, 2, 70, 64), dtype=torch.float16) for _ in range(3))
-        tiles = [hopper_tiles.tiles_of(plans.layout_of(x), 64, 0)]
-        kernel = types.SimpleNamespace(arg_names=())
-        tile_launch = hopper_tiles.TileLaunch(kernel, (5,), tiles, (70,), {}, consumers=2)
-        compiled = types.SimpleNamespace(run=run, function=3, packed_metadata=4)
-        tile_launch.launch.compiled = compiled
+        of_tiles = compiled(driver.wrap_handle_tensordesc(launcher, signature, [{}]))
+        tile_launch.launch.compiled = of_tiles
         for tensor in (x, y, x):
             tile_launch(tensor, z)
-        plain = copy.copy(run)
-        plain.launch = launcher
-        compiled = types.SimpleNamespace(run=plain, function=3, packed_metadata=4)
-        unhooked(compiled, (5, 1, 1))(z, 70)
-    assert [a is b for a, b in zip(encoded, (x, y), strict=True)] == [True] * 2
-    *with_tiles, without = launched
-    for arguments, tensor in zip(with_tiles, (x, y, x), strict=True):
-        assert arguments[:5] == (5, 1, 1, 7, 3)
+        unhooked(compiled(launcher), (5, 1, 1))(x.data_ptr(), None, z.data_ptr(), 70)
+    assert encoded == [tensor.data_ptr() for tensor in (x, y)]
+    for arguments, tensor in zip(launched, (x, y, x, x), strict=True):
         # Triton 3.9 hands on a kernel's arguments as one.
         last = arguments[-1] if isinstance(arguments[-1], tuple | list) else arguments[-4:]
-        assert tuple(last) == (tensor.data_ptr(), None, z.data_ptr(), 70)
-    last = without[-1] if isinstance(without[-1], tuple) else without[-2:]
-    assert without[:5] == (5, 1, 1, 7, 3) and last[0] is z and last[1] == 70
+        assert (*arguments[:5], *last) == (5, 1, 1, 7, 3, tensor.data_ptr(), None, z.data_ptr(), 70)
 
 
 @pytest.mark.parametrize("impl", ["triton", "tiled"])

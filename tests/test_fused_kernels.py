@@ -361,21 +361,19 @@ def test_bad_input_is_refused(call, message):
 
 
 def test_a_launch_is_kept_for_what_its_kernel_was_compiled_for(monkeypatch):
-    class Kernel:
-        arg_names = ()
+    made, ran, x = [], [], torch.zeros(64)
 
-        def __getitem__(self, grid):
-            return lambda x, number, BLOCK: ran.append(number)
+    def make(*facts):
+        made.append(facts)
+        return lambda *arguments: ran.append(arguments)
 
-    ran, made, make, x = [], [], launch.Launch, torch.zeros(64)
-    monkeypatch.setattr(launch, "Launch", lambda *facts: made.append(facts) or make(*facts))
-    launcher = launch.Launcher(Kernel())
-    for tensor, number in ((x, 32), (x + 1, 48)):  # alike, and a multiple of 16 too
-        launcher[(1,)](tensor, number, BLOCK=8)
-    assert len(made) == 1
-    others = [(x.half(), 32), (x[1:], 32), (x, 33), (x, 1), (x, 2**31), (x, None)]
-    for tensor, number in others:
-        launcher[(1,)](tensor, number, BLOCK=8)
+    monkeypatch.setattr(launch, "Launch", make)
+    launcher = launch.Launcher("a kernel")
+    # The first two are alike: a multiple of 16 too.
+    calls = [(x, 32), (x + 1, 48), (x.half(), 32), (x[1:], 32), (x, 33), (x, 1), (x, 2**31)]
+    for number, call in enumerate([*calls, (x, None)]):
+        launcher[(1,)](*call, BLOCK=8)
+        assert len(made) == max(1, number) and ran[-1] == call
     launcher[(2,)](x, 32, BLOCK=8)
     launcher[(1,)](x, 32, BLOCK=16)
-    assert len(made) == 9 and ran == [32, 48, *(number for _, number in others), 32, 32]
+    assert len(made) == 9
