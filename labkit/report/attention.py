@@ -96,9 +96,9 @@ def predicted(calls: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
             product_ms = max(product_ms, pass_ms)
         elementwise = pass_ms * max(passes - num_products, 0)
         products = num_products * product_ms
-        line = {"passes": passes, "elementwise_ms": elementwise, "products_ms": products}
-        times.append(line | {"predicted_ms": elementwise + products})
-    return rows.join(pd.DataFrame(times, rows.index)).dropna(subset="predicted_ms")
+        times.append((passes, elementwise, products, elementwise + products))
+    columns = ["passes", "elementwise_ms", "products_ms", "predicted_ms"]
+    return rows.join(pd.DataFrame(times, rows.index, columns)).dropna(subset="predicted_ms")
 
 
 def passes_figure(predictions: pd.DataFrame) -> Figure | None:

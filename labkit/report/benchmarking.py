@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 from labkit import published
 from labkit.configs import WARMUP_MEASURED_STEPS
 from labkit.report import facts, figures, sessions, verdicts
-from labkit.report.card import LADDER, LADDER_CONTEXT
 from labkit.report.frame import cell, in_order, ok_rows, select
 from labkit.report.text import percent
 
@@ -116,30 +115,6 @@ def repeats(differences: pd.DataFrame) -> Figure:
     axis.set_xticks(list(ticks), ticks.values())
     axis.set_yticks(range(len(sessions.LIMITS)), sessions.LIMITS)
     axis.set_xlabel("slower than the faster of two sessions by")
-    return figure
-
-
-def utilisation(executions: pd.DataFrame, ceilings: pd.DataFrame) -> Figure | None:
-    """Draws the model's FLOP rate in a step of one CUDA graph, by size and way, under the sustained
-    roof of bf16.
-    """
-    rows = ok_rows(executions, phase="graph_step", context=LADDER_CONTEXT)
-    if rows.empty:
-        return None
-    figure, (axis,) = figures.panels(1, height=3.0)
-    rates = {
-        name: select(rows, **way).set_index("size")["achieved_tflops"]
-        for name, way in LADDER.items()
-        if way["precision"].startswith("bf16")
-    }
-    table = pd.DataFrame(rates).reindex(in_order(rows, ["size"])["size"].unique())
-    table.plot.bar(ax=axis, width=0.8, rot=0, color=figures.SERIES, legend=False, xlabel="")
-    for roof in ok_rows(ceilings, kind="gemm", precision="bf16").get("sustained_tflops", []):
-        look = {"color": "black", "linestyle": "--", "linewidth": 1}
-        axis.axhline(roof, label="sustained bf16 roof", **look)
-    axis.set_ylabel("TFLOP/s of the model")
-    axis.grid(visible=False, axis="x")
-    figures.finish(figure)
     return figure
 
 

@@ -1,7 +1,9 @@
 """Chapter 04: its figures, and the queries that are its alone."""
 
 import pandas as pd
+import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from labkit import accounting, published
 from labkit.configs import STEP_WAYS, model_config
@@ -41,19 +43,17 @@ def planned(chapter: Chapter) -> pd.DataFrame:
 
 def planned_figure(errors: pd.DataFrame) -> Figure:
     """Draws by how much planned memory and time are off, over what was measured."""
-    shown = {what: unit for what, unit in PLANNED.items() if what in set(errors["what"])}
-    figure, axes = figures.panels(len(shown), height=2.6)
-    styles = {way: figures.STYLES["auto" if way == "ours" else way] for way in STEP_WAYS}
-    for axis, (what, unit) in zip(axes, shown.items(), strict=True):
-        for way, style in styles.items():
-            rows = select(errors, what=what, way=way)
-            look = {"color": style.colour, "marker": style.marker, "s": 14, "label": way}
-            axis.scatter(rows["measured"], 100 * rows["error"], **look)
+    figure, axes = figures.panels(errors["what"].nunique(), height=2.6)
+    for axis, (what, rows) in zip(axes, errors.groupby("what"), strict=True):
+        look = {"hue": "way", "style": "way", "hue_order": STEP_WAYS, "style_order": STEP_WAYS}
+        legend = axis is axes[-1]
+        sns.scatterplot(rows, x="measured", y="error", ax=axis, legend=legend, **look)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:,g}")
-        axis.set(xlabel=f"measured {what} ({unit})", ylabel="planned is off by (%)")
-    figures.finish(figure)
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
+        axis.set(xlabel=f"measured {what} ({PLANNED[what]})", ylabel="planned is off by")
+    sns.move_legend(axes[-1], "upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
