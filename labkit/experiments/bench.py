@@ -58,7 +58,7 @@ from labkit import numerics
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError
 from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import (
     IN_TURN,
     ContestCase,
@@ -82,8 +82,6 @@ from labkit.models.transformer import language_model_loss
 from labkit.parallel.data_parallel import NaiveDataParallel, finish_gradients
 from labkit.parallel.launch import rank_device
 from labkit.records import SESSION_SECTIONS, to_frame
-
-__all__ = ["MEASUREMENT_VERSION", "bench", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 

@@ -528,6 +528,10 @@ class Session:
         return missing
 
     def _run_section(self, section: str, cases: list[Case], progress: tqdm) -> None:
+        from labkit.experiments.ceilings import (
+            ceiling_rates,
+        )  # imports torch, as the experiment has
+
         counts = Counter()
         outcomes = self._shared if section in SESSION_SECTIONS else self._settled
         try:
@@ -538,7 +542,7 @@ class Session:
                     self.store.append(self._record(case, phase, measured))
                     counts[measured.status] += 1
                     if section == SESSION_SECTION and measured.status == "ok":
-                        self.ceilings |= self.experiment.ceiling_rates(case, measured)
+                        self.ceilings |= ceiling_rates(case, measured)
                 # In another order, floats add up to a little more than the total.
                 progress.update(min(expected_seconds(self, case), progress.total - progress.n))
         finally:

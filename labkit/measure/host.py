@@ -6,8 +6,6 @@ differ by up to 2×. These four times say which host a session had.
 """
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -100,17 +98,3 @@ def probe(name: str, device_kind: str) -> Timing:
     timing = time_callable(work, inputs=drained, device_kind="cpu", time_limit_s=0.2)
     one = tuple(sample_ms / NUM_CALLS for sample_ms in timing.samples_ms)
     return replace(timing, samples_ms=one, host_ms=one)
-
-
-def operator_us(device_kind: str) -> float:
-    """Returns what the probe "operator" (µs) takes now, in 5 ms: a host's speed can change within
-    minutes.
-    """
-    work = _work("operator", device_kind)
-    samples_s = []
-    for _ in range(5):
-        synchronize(device_kind)
-        begin = time.perf_counter()
-        work()
-        samples_s.append(time.perf_counter() - begin)
-    return 1e6 * statistics.median(samples_s) / NUM_CALLS
