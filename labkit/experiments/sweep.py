@@ -185,7 +185,6 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
     reason, after it; at last with a status and the reason of the phases that were not begun.
     """
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
-    _end_with_parent(connection)
     experiment = importlib.import_module(module_name)
     if is_rehearsal:
         for sizes in (SIZES, SIGLIP2_SIZES):
@@ -224,18 +223,6 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
                 os._exit(0)  # a failed device context must run no destructors and no other case
         else:
             connection.send(("skipped", "the experiment has no such phase"))
-
-
-def _end_with_parent(connection: Connection) -> None:
-    """Forks a process that kills this one and its descendants as soon as the session has ended.
-
-    A thread could not run while a case holds the interpreter.
-    """
-    worker = os.getpid()
-    if os.fork() == 0:
-        connection.close()  # the session must see the worker's end close when the worker ends
-        multiprocessing.parent_process().join()
-        os.killpg(worker, signal.SIGKILL)
 
 
 def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
