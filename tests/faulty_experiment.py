@@ -172,10 +172,6 @@ def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
         FAULTS[case.parameters["behaviour"]](case)
 
 
-def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
-    return {case.parameters["name"]: measured.metrics["rate"]}
-
-
 def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subject) -> Measured:
     _note(case, phase)
     measured = Measured(

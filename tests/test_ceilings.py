@@ -52,7 +52,7 @@ def test_a_ceiling_is_a_rate_in_bursts_and_sustained(small_ceilings):
         kind, precision = case.parameters["kind"], case.parameters["precision"]
         name = "copy" if kind == "copy" else f"gemm {precision}"
         rates = {name: burst, f"sustained {name}": sustained}
-        assert benchmarking.ceiling_rates(case, found) == pytest.approx(rates)
+        assert ceilings.ceiling_rates(case, found) == pytest.approx(rates)
         assert found.telemetry["sustained"]["no_energy"] == "no energy counter is read on cpu"
         assert not {"joules", "watts", "tflop_per_joule", "sm_clock_mhz"} & found.metrics.keys()
 

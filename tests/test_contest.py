@@ -127,20 +127,6 @@ def test_a_wrong_gradient_is_not_timed_and_the_right_output_is(monkeypatch):
 
 
 @on_cpu
-def test_an_out_of_memory_of_one_timed_alone_ends_all_that_is_left_of_it(monkeypatch):
-    """It is raised while nothing is current, so that the session records it for every remaining
-    phase at once.
-    """
-
-    def exhausted(out):
-        raise torch.OutOfMemoryError("no room")
-
-    sabotage(monkeypatch, "eager", exhausted)
-    with pytest.raises(torch.OutOfMemoryError):
-        next(run_case(contest_case("eager", timed="alone: eager"), {}))
-
-
-@on_cpu
 def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeypatch):
     def ratio(timed: str) -> float | None:
         case = contest_case("sdpa_flash", names=("forward",), timed=timed)
@@ -152,28 +138,34 @@ def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeyp
     assert ratio("in turn") is None
 
 
-def test_what_no_graph_holds_is_timed_call_by_call_beside_the_baseline(monkeypatch):
-    replayed, error = {"ours", "flex"}, RuntimeError("not permitted when stream is capturing")
+def test_where_no_graph_holds_one_all_are_timed_call_by_call(monkeypatch):
+    failures = {"graph": RuntimeError("not permitted when stream is capturing")}
     gpu = Device("cuda", "a GPU", "a-gpu")
     operation = types.SimpleNamespace(device=gpu, rounds=range, method="graph", num_warmup=1)
 
-    def compare(calls, *, method, baseline, **_):
-        if method == "graph" and not set(calls) <= replayed:
-            raise error
-        return contest.Comparison(dict.fromkeys(calls, method), baseline, {})
-
-    def methods(*impls: str) -> dict[str, str]:
-        return contest._compared(operation, {impl: impl for impl in impls}, "ours", 5).timings
+    def compare(calls, *, method, **_):
+        if method in failures:
+            raise failures[method]
+        return method
 
     monkeypatch.setattr(contest, "compare", compare)
-    monkeypatch.setattr(contest.timer, "can_be_captured", lambda call: call in replayed)
-    assert methods("ours", "flex") == {"ours": "graph", "flex": "graph"}
-    assert methods("ours", "fa3") == {"ours": "graph", "fa3": "flush"}
-    replayed.clear()
-    assert methods("ours", "fa3") == {"ours": "flush", "fa3": "flush"}
-    error = torch.OutOfMemoryError("no room")
+    monkeypatch.setattr(contest.timer, "captured_once", lambda call: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))
+    assert contest._compared(operation, {}, "ours", 5) == "flush"
+    failures["graph"] = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
-        methods("ours", "fa3")
+        contest._compared(operation, {}, "ours", 5)
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_gpu_is_in_no_graph_and_spoils_nothing():
+    gpu = Device("cuda", "a GPU", "a-gpu")
+    operation = types.SimpleNamespace(device=gpu, rounds=range, method="graph", num_warmup=1)
+    x = torch.ones(3, device="cuda")
+    calls = {"ours": x.clone, "waits": lambda: x.sum().item()}
+    timings = contest._compared(operation, calls, "ours", 5).timings
+    assert {one.method for one in timings.values()} == {"flush"}
+    assert torch.rand(3, device="cuda").sum() > 0
 
 
 # ---- one more implementation ---------------------------------------------------------------------

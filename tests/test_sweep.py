@@ -26,6 +26,7 @@ from processes import holding, is_true_within
 
 from labkit import configs
 from labkit.device import detect
+from labkit.experiments import ceilings as ceilings_section
 from labkit.experiments import sweep
 from labkit.records import Record, RecordError, RecordStore, newest
 
@@ -183,7 +184,13 @@ def test_fresh_process_gets_a_worker_that_has_done_nothing(output, log):
     assert "".join(first_case_of.values()) == "abde"
 
 
-def test_each_session_measures_its_own_ceilings_first_and_they_reach_the_other_cases(output, log):
+def test_each_session_measures_its_own_ceilings_first_and_they_reach_the_other_cases(
+    output, log, monkeypatch
+):
+    def rates(case, measured):
+        return {case.parameters["name"]: measured.metrics["rate"]}
+
+    monkeypatch.setattr(ceilings_section, "ceiling_rates", rates)
     roof = {"section": "ceilings", "phases": ("rate",)}
     behaviours = {"copy": "none", "product": "none", "broken": "nan"}
     ceilings = [make_case(name, log, kind, **roof) for name, kind in behaviours.items()]

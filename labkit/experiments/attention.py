@@ -18,7 +18,7 @@ from torch import Tensor
 from labkit import numerics
 from labkit.configs import ATTENTION
 from labkit.device import Device
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import attention_formula, by_formula, draw
 from labkit.experiments.sections import (
     empty_cache,
@@ -35,8 +35,6 @@ from labkit.kernels import course
 from labkit.kernels.attention import attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
 from labkit.measure.timing import time_callable
-
-__all__ = ["MEASUREMENT_VERSION", "AttentionCall", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 

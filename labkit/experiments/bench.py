@@ -21,8 +21,7 @@ What a function must be, by operation:
 - model: a class or function that makes a Module, C(vocab_size=…, context_length=…, d_model=…,
   num_layers=…, num_heads=…, d_ff=…, rope_theta=…), of logits (batch, context, vocabulary) from
   tokens (batch, context). Its number of parameters is that of untied embeddings, no biases and a
-  gated feed-forward layer; its results are held to a copy of itself, in fp64 where its kernels
-  take that, and so it has no dropout.
+  gated feed-forward layer; its results are held to a copy of itself, and so it has no dropout.
 - data_parallel: a class, C(module), that is called as the module is. Its method
   finish_gradient_synchronization(), where it has one, is called after each backward pass, and its
   argument bucket_size_mb, where it has one, is 100. Gradients must be averages over the ranks.
@@ -59,7 +58,7 @@ from labkit import numerics
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError
 from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import (
     IN_TURN,
     ContestCase,
@@ -84,8 +83,6 @@ from labkit.parallel.data_parallel import NaiveDataParallel, finish_gradients
 from labkit.parallel.launch import rank_device
 from labkit.records import SESSION_SECTIONS, to_frame
 
-__all__ = ["MEASUREMENT_VERSION", "bench", "ceiling_rates", "run_case"]
-
 MEASUREMENT_VERSION = 1
 
 WRAPPERS = ("ours", "alone", "naive", "flat", "overlapped", "ddp")
@@ -104,6 +101,10 @@ USUAL = {
     "data_parallel": "alone,naive,ddp,ours",
 }
 """By operation the rivals where none are named."""
+
+HELD_TO = {"model": "a copy of itself", "data_parallel": "the ranks' average"}
+"""By operation what a result is held to, and its relative error is of; all others are held to fp64.
+"""
 
 PASSES = {
     "attention": ("forward", "forward_backward"),
@@ -399,9 +400,7 @@ def bench(
     frame = to_frame(x for x in records if (x.session, x.section) == (session.id, section))
     frame[["implementation", "pass"]] = frame.pop("phase").str.split(" ", expand=True).values
     frame = frame.reindex(columns=COLUMNS)
-    itself = "the ranks' average" if op == "data_parallel" else "a copy of itself"
-    held_to = frame["relative_error"].notna().map({True: "fp64", False: itself})
-    frame["held_to"] = held_to.where(frame["status"] == "ok")
+    frame["held_to"] = HELD_TO.get(op, "fp64")
     return frame.sort_values(["pass", "median_ms"], ignore_index=True)
 
 

@@ -28,7 +28,6 @@ from labkit.experiments.ceilings import (
     CEILINGS,
     achieved,
     ceiling_cases,
-    ceiling_rates,
     copy_buffers,
     timed_call,
 )
@@ -36,8 +35,6 @@ from labkit.experiments.sections import run_section, section, time_once_ms, time
 from labkit.experiments.step import run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured
 from labkit.measure.timing import Timing
-
-__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 2
 """2: the timer's interval of the median has the 95 % it states; in version 1 it held at least 88 %.

@@ -1,8 +1,7 @@
 """What a device can do at best: the rates of a matrix product and of a copy, by which a session's
 results are divided.
 
-Each rate is taken in bursts and sustained. An experiment takes its "ceilings" section and
-`ceiling_rates` from here.
+Each rate is taken in bursts and sustained. An experiment takes its "ceilings" section from here.
 """
 
 import functools

@@ -24,7 +24,7 @@ from labkit.accounting import OPERATIONS
 from labkit.configs import DISTRIBUTED
 from labkit.device import Device, gpu_links, num_usable_cores
 from labkit.experiments import step_8b
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import NUM_WARMUP, WAYS, slowest, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -32,8 +32,6 @@ from labkit.measure.timing import Timing
 from labkit.monitor import Monitor
 from labkit.parallel.collectives import time_collective
 from labkit.parallel.launch import RankError, launch
-
-__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 

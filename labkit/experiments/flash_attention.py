@@ -21,7 +21,7 @@ import triton.errors
 from labkit import numerics
 from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid, Rivalry
 from labkit.device import Device
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
 from labkit.experiments.operations import (
     IMPLEMENTATIONS,
@@ -36,8 +36,6 @@ from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.tiles import TileConfig
 from labkit.measure.timing import time_callable
-
-__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 2
 

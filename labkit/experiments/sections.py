@@ -79,13 +79,10 @@ def _measure_host(device: Device, case: Case, name: str) -> Measured:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a timer gave, what the GPU's clocks, power and temperature were, and of a call its
-    host's `operator_us`.
-    """
+    """What a timer gave, and what the GPU's clocks, power and temperature were."""
 
     timing: Timing
     telemetry: dict[str, Any]
-    operator_us: float | None = None
 
     def measured(
         self,
@@ -101,8 +98,7 @@ class Timed:
         timing = self.timing
         is_kept = keep and timing.n <= KEPT_SAMPLES
         samples = {keep: list(timing.samples_ms)} if is_kept else {}
-        host_metrics = {"operator_us": self.operator_us} if self.operator_us else {}
-        metrics = {**timing.metrics(), **host_metrics, **metrics}
+        metrics = {**timing.metrics(), **metrics}
         timer = timing.description()
         return Measured(metrics, case, observed or {}, samples, timer, self.telemetry)
 
@@ -111,9 +107,7 @@ def timed(device: Device, timer: Callable[..., Timing], *args: Any, **options: A
     """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
     with Monitor(device.kind) as monitor:
         timing = timer(*args, **options)
-    # By the host, while the device runs.
-    is_issued = device.kind != "cpu" and timing.method == "window"
-    return Timed(timing, monitor.summary, host.operator_us(device.kind) if is_issued else None)
+    return Timed(timing, monitor.summary)
 
 
 def sustained_metrics(

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from labkit.configs import SIGLIP2, SIGLIP2_SIZES
 from labkit.device import Device
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import contest_section, draw
 from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
 from labkit.experiments.sections import (
@@ -49,8 +49,6 @@ from labkit.models.siglip2 import (
     add_and_norm,
 )
 from labkit.numerics import DTYPES, relative_error
-
-__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 

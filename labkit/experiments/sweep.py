@@ -185,7 +185,6 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
     reason, after it; at last with a status and the reason of the phases that were not begun.
     """
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
-    _end_with_parent(connection)
     experiment = importlib.import_module(module_name)
     if is_rehearsal:
         for sizes in (SIZES, SIGLIP2_SIZES):
@@ -224,18 +223,6 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
                 os._exit(0)  # a failed device context must run no destructors and no other case
         else:
             connection.send(("skipped", "the experiment has no such phase"))
-
-
-def _end_with_parent(connection: Connection) -> None:
-    """Forks a process that kills this one and its descendants as soon as the session has ended.
-
-    A thread could not run while a case holds the interpreter.
-    """
-    worker = os.getpid()
-    if os.fork() == 0:
-        connection.close()  # the session must see the worker's end close when the worker ends
-        multiprocessing.parent_process().join()
-        os.killpg(worker, signal.SIGKILL)
 
 
 def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
@@ -528,6 +515,10 @@ class Session:
         return missing
 
     def _run_section(self, section: str, cases: list[Case], progress: tqdm) -> None:
+        from labkit.experiments.ceilings import (
+            ceiling_rates,
+        )  # imports torch, as the experiment has
+
         counts = Counter()
         outcomes = self._shared if section in SESSION_SECTIONS else self._settled
         try:
@@ -538,7 +529,7 @@ class Session:
                     self.store.append(self._record(case, phase, measured))
                     counts[measured.status] += 1
                     if section == SESSION_SECTION and measured.status == "ok":
-                        self.ceilings |= self.experiment.ceiling_rates(case, measured)
+                        self.ceilings |= ceiling_rates(case, measured)
                 # In another order, floats add up to a little more than the total.
                 progress.update(min(expected_seconds(self, case), progress.total - progress.n))
         finally:

@@ -80,13 +80,12 @@ def _work(name: str, device_kind: str) -> Callable[[], None]:
     return calls
 
 
-def probe(name: str, device_kind: str, **limits: int) -> Timing:
+def probe(name: str, device_kind: str) -> Timing:
     """Returns the host's time of one call, the device not waited for; a sample is the mean of
     NUM_CALLS in a row.
 
     Args:
         name: one of PROBES that is not `unavailable`; device_kind: where the operand is.
-        limits: as `time_callable` takes them.
     """
 
     def drained() -> tuple:
@@ -96,14 +95,6 @@ def probe(name: str, device_kind: str, **limits: int) -> Timing:
     # To the timer this is work of the CPU, so it does not wait for the device; `drained` does,
     # before each sample.
     work = _work(name, device_kind)
-    timing = time_callable(work, inputs=drained, device_kind="cpu", time_limit_s=0.2, **limits)
+    timing = time_callable(work, inputs=drained, device_kind="cpu", time_limit_s=0.2)
     one = tuple(sample_ms / NUM_CALLS for sample_ms in timing.samples_ms)
     return replace(timing, samples_ms=one, host_ms=one)
-
-
-def operator_us(device_kind: str) -> float:
-    """Returns what the probe "operator" (µs) takes now, in 5 ms: a host's speed can change within
-    minutes.
-    """
-    timing = probe("operator", device_kind, num_warmup=0, min_samples=5, max_samples=5)
-    return 1e3 * timing.median_ms

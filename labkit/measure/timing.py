@@ -364,22 +364,6 @@ def captured_once(
     return graph
 
 
-def can_be_captured(function: Callable[[], Any]) -> bool:
-    """Returns whether a CUDA graph can hold a call that has run before: not one that waits for the
-    device.
-    """
-    try:
-        captured_once(function)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        # A capture that broke off leaves PyTorch's random numbers in it, and the next to draw any
-        # fails; a whole one takes them out.
-        captured_once(torch.zeros(1, device="cuda").zero_)
-        return False
-    return True
-
-
 def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Callable[[], None], int]:
     """Returns the replay of a CUDA graph of calls with these inputs in turn, GRAPH_REPLAY_MS long,
     and their number.
