@@ -108,10 +108,8 @@ def _check(what: str, value: str, accepted: Iterable[str]) -> None:
         raise ValueError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
 
 
-DEVICE_KINDS = ("cuda", "cpu", "mps")
-"""Kinds of device: what a pass holds depends on PyTorch's implementation there. mps is taken to be
-like the CPU.
-"""
+DEVICE_KINDS = ("cuda", "cpu")
+"""Kinds of device: what a pass holds depends on PyTorch's implementation there."""
 
 
 COMPILED_KEEPS = 0.65

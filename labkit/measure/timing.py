@@ -7,7 +7,7 @@
 | window | one call between two synchronisations, by device events and host clock | whole steps |
 | graph  | device time of one call in a CUDA-graph replay over rotated inputs: no launch | kernels |
 | flush  | events around one call after the L2 cache was overwritten | cross-check of graph |
-| host   | host clock around one synchronised call | CPU and mps |
+| host   | host clock around one synchronised call | on a CPU    |
 
 `window` measures what a user waits for, launch cost included; `graph` what the device alone needs,
 and so does `flush` where the host issues the call while the cache is overwritten. They disagree for
@@ -129,8 +129,6 @@ def synchronize(device_kind: str) -> None:
     """Waits until everything queued on the device, on every stream, has finished."""
     if device_kind == "cuda":
         torch.cuda.synchronize()
-    elif device_kind == "mps":
-        torch.mps.synchronize()
 
 
 def time_callable(
@@ -149,7 +147,7 @@ def time_callable(
 
     Args:
         function: what is timed; its result is dropped.
-        device_kind: "cuda", "mps" or "cpu".
+        device_kind: "cuda" or "cpu".
         inputs: argument tuples, used in turn; or a function that makes a fresh one before each
             sample, outside the timed region ("window" and "host" only).
         method: one of METHODS; default "window" on CUDA, "host" elsewhere.
