@@ -7,7 +7,7 @@
 | window | one call between two synchronisations, by device events and host clock | whole steps |
 | graph  | device time of one call in a CUDA-graph replay over rotated inputs: no launch | kernels |
 | flush  | events around one call after the L2 cache was overwritten | cross-check of graph |
-| host   | host clock around one synchronised call | on a CPU    |
+| host   | host clock around one call | everything on a CPU |
 
 `window` measures what a user waits for, launch cost included; `graph` what the device alone needs,
 and so does `flush` where the host issues the call while the cache is overwritten. They disagree for
@@ -32,7 +32,9 @@ INTERVAL = 0.95
 """Probability that the stated interval of a median holds the true one."""
 
 MIN_SAMPLES_AT_LIMIT = 3
-METHODS = ("window", "graph", "flush", "host")
+METHODS = {"cuda": ("window", "graph", "flush"), "cpu": ("host",)}
+"""Methods by kind of device, the usual one first."""
+
 
 # A replay repeats the calls until it lasts this long, well above the events' resolution (half a
 # microsecond) and the cost of starting a replay.
@@ -150,7 +152,7 @@ def time_callable(
         device_kind: "cuda" or "cpu".
         inputs: argument tuples, used in turn; or a function that makes a fresh one before each
             sample, outside the timed region ("window" and "host" only).
-        method: one of METHODS; default "window" on CUDA, "host" elsewhere.
+        method: one of the device's METHODS, by default the first.
         num_warmup: untimed calls first. They end after `time_limit_s`, but one is always made
             unless this is 0.
         min_samples, max_samples: bounds on the number of samples.
@@ -160,8 +162,7 @@ def time_callable(
             times as long and at least three samples.
 
     Raises:
-        ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or
-            flush.
+        ValueError: a method that the device has not; fresh inputs for a graph or flush.
     """
     method = _checked_method(method, device_kind, inputs)
     sampler = _sampler(method, function, inputs, device_kind)
@@ -187,15 +188,14 @@ def _timing(samples: Sequence[tuple], method: str, num_warmup: int, stop_reason:
 
 
 def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
-    """Returns the method, the device's default for None; raises ValueError for one that does not
+    """Returns the method, the device's usual one for None; raises ValueError for one that does not
     fit.
     """
-    method = method or ("window" if device_kind == "cuda" else "host")
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
-    if method != "host" and device_kind != "cuda":
+    accepted = METHODS[device_kind]
+    method = method or accepted[0]
+    if method not in accepted:
         raise ValueError(
-            f"method {method!r} needs CUDA, the device is {device_kind!r}; accepted here: host"
+            f"unknown method {method!r} on {device_kind}; accepted: {', '.join(accepted)}"
         )
     if method in ("graph", "flush") and callable(inputs):
         raise ValueError(
@@ -265,9 +265,7 @@ def _sampler(method: str, function: Callable, inputs: Inputs, device_kind: str) 
         function, num_calls = captured(function, inputs)
         inputs = ((),)
     next_inputs = inputs if callable(inputs) else itertools.cycle(inputs).__next__
-    if method == "host":
-        return partial(_host_sample, function, next_inputs, device_kind)
-    timer = _device_timer()
+    timer = _host_times_ms if method == "host" else _device_timer()
     if method == "flush":
         # Twice the L2 cache, so that nothing of the inputs stays in it.
         num_bytes = 2 * torch.cuda.get_device_properties(0).L2_cache_size
@@ -280,19 +278,14 @@ def _sampler(method: str, function: Callable, inputs: Inputs, device_kind: str) 
         else:
             synchronize(device_kind)
         times_ms = timer(function, *arguments)
-        return times_ms if method == "window" else (times_ms[0] / num_calls,)
+        return times_ms if method in ("window", "host") else (times_ms[0] / num_calls,)
 
     return sample
 
 
-def _host_sample(
-    function: Callable, next_inputs: Callable[[], tuple], device_kind: str
-) -> tuple[float, float]:
-    arguments = next_inputs()
-    synchronize(device_kind)
+def _host_times_ms(function: Callable, *arguments: Any) -> tuple[float, float]:
     begin = time.perf_counter()
     function(*arguments)
-    synchronize(device_kind)
     elapsed_ms = (time.perf_counter() - begin) * 1e3
     return elapsed_ms, elapsed_ms
 
