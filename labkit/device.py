@@ -304,22 +304,24 @@ def parts(device: Device) -> list[Check]:
     """Returns what measuring uses of this machine, as far as it shows at once; what a part's
     absence disables says what runs instead.
     """
-    compilers = {
-        "C compiler": (os.environ.get("CC", "cc"), "gcc", "clang"),
-        "C++ compiler": (os.environ.get("CXX", "c++"), "g++", "clang++"),
-    }
-    disables = {
-        "C compiler": "Triton's kernels and torch.compile on a GPU; their rows are errors",
-        "C++ compiler": "torch.compile on the CPU; its rows are errors",
-    }
-    found = {
-        name: next(filter(None, map(shutil.which, names)), "") for name, names in compilers.items()
-    }
     rows = [
         _part("triton", software_versions()["triton"], "Triton kernels, torch.compile on a GPU"),
-        *(_part(name, path, disables[name]) for name, path in found.items()),
+        _part(
+            "C compiler",
+            _first_of(os.environ.get("CC", "cc"), "gcc", "clang"),
+            "Triton's kernels and torch.compile on a GPU; their rows are errors",
+        ),
+        _part(
+            "C++ compiler",
+            _first_of(os.environ.get("CXX", "c++"), "g++", "clang++"),
+            "torch.compile on the CPU; its rows are errors",
+        ),
     ]
     return rows + (_gpu_parts(device) if device.kind == "cuda" else [])
+
+
+def _first_of(*programs: str) -> str:
+    return next(filter(None, map(shutil.which, programs)), "")
 
 
 def _part(name: str, detail: str, disables: str) -> Check:
