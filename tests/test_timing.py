@@ -148,8 +148,8 @@ def must_not_run(*_):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("wallclock", "unknown method 'wallclock' on cpu; accepted: host"),
-        ("graph", "unknown method 'graph' on cpu; accepted: host"),
+        ("wallclock", "unknown method on cpu 'wallclock'; accepted: host"),
+        ("graph", "unknown method on cpu 'graph'; accepted: host"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything_runs(method, message):

@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from labkit.configs import check_known
+
 INTERVAL = 0.95
 """Probability that the stated interval of a median holds the true one."""
 
@@ -193,10 +195,7 @@ def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str
     """
     accepted = METHODS[device_kind]
     method = method or accepted[0]
-    if method not in accepted:
-        raise ValueError(
-            f"unknown method {method!r} on {device_kind}; accepted: {', '.join(accepted)}"
-        )
+    check_known(f"method on {device_kind}", method, accepted)
     if method in ("graph", "flush") and callable(inputs):
         raise ValueError(
             f"method {method!r} repeats its inputs: pass a list of tuples, not a function"
@@ -431,8 +430,7 @@ def compare(
     Raises:
         ValueError: the baseline is not among the candidates; else as in `time_callable`.
     """
-    if baseline not in candidates:
-        raise ValueError(f"unknown baseline {baseline!r}; accepted: {', '.join(candidates)}")
+    check_known("baseline", baseline, candidates)
     method = _checked_method(method, device_kind, ((),))
     samplers = {
         name: _sampler(method, function, ((),), device_kind)
