@@ -11,12 +11,12 @@ output (once, for an all-reduce twice). An FFN layer's matrices count 2 bytes an
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from labkit.configs import ModelConfig
+from labkit.configs import ModelConfig, check_known
 
 PHASE_FORWARDS = {
     "inference": 1,
@@ -72,7 +72,7 @@ def phase_flops(
     """
     if phase == "optimizer_step":
         return None
-    _check("phase", phase, [*PHASE_FORWARDS, "optimizer_step"])
+    check_known("phase", phase, [*PHASE_FORWARDS, "optimizer_step"])
     return PHASE_FORWARDS[phase] * forward_flops(config, batch, context, causal=causal)
 
 
@@ -103,15 +103,8 @@ def block_gradient_bytes(config: ModelConfig) -> int:
     return 4 * num_block_parameters(config) // config.num_layers
 
 
-def _check(what: str, value: str, accepted: Iterable[str]) -> None:
-    if value not in accepted:
-        raise ValueError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
-
-
-DEVICE_KINDS = ("cuda", "cpu", "mps")
-"""Kinds of device: what a pass holds depends on PyTorch's implementation there. mps is taken to be
-like the CPU.
-"""
+DEVICE_KINDS = ("cuda", "cpu")
+"""Kinds of device: what a pass holds depends on PyTorch's implementation there."""
 
 
 COMPILED_KEEPS = 0.65
@@ -137,9 +130,9 @@ class _Pass:
     shards: int = 1
 
     def __post_init__(self):
-        _check("precision", self.precision, ("fp32", "tf32", "bf16"))
-        _check("attention", self.attention, ("eager", "fused"))
-        _check("kind of device", self.device_kind, DEVICE_KINDS)
+        check_known("precision", self.precision, ("fp32", "tf32", "bf16"))
+        check_known("attention", self.attention, ("eager", "fused"))
+        check_known("kind of device", self.device_kind, DEVICE_KINDS)
         config = self.config
         self.is_bf16 = self.precision == "bf16"
         self.is_fused = self.attention == "fused"
@@ -242,7 +235,7 @@ def peak_moments(
         "forward": _forward_moments,
         "train_step": _train_step_moments,
     }
-    _check("phase", phase, makers)
+    check_known("phase", phase, makers)
     run = _Pass(config, batch, context, **known)
     state = optimizer_state_bytes(config) if phase == "train_step" else 0
     resident = run.resident_bytes + state
@@ -463,7 +456,7 @@ def attention_saved_bytes(
 
     Raises ValueError for another kind.
     """
-    _check("kind of attention", kind, ("eager", "math", "fused"))
+    check_known("kind of attention", kind, ("eager", "math", "fused"))
     row = batch * length * d_head
     scores = batch * length * length
     if kind == "fused":
@@ -492,8 +485,8 @@ def attention_reserved_bytes(
     Source: PyTorch, aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`, and
     c10/cuda/CUDACachingAllocator.cpp; allocations up to 1 MiB come from blocks of their own.
     """
-    _check("kind of device", device_kind, DEVICE_KINDS)
-    _check("phase", phase, ("forward", "backward"))
+    check_known("kind of device", device_kind, DEVICE_KINDS)
+    check_known("phase", phase, ("forward", "backward"))
     row = element_bytes * batch * length * d_head
     scores = element_bytes * batch * length * length
     if phase == "forward":
@@ -516,8 +509,8 @@ def attention_score_passes(phase: str, *, device_kind: str) -> int:
 
     Args and Raises as in `attention_reserved_bytes`.
     """
-    _check("kind of device", device_kind, DEVICE_KINDS)
-    _check("phase", phase, ("forward", "backward"))
+    check_known("kind of device", device_kind, DEVICE_KINDS)
+    check_known("phase", phase, ("forward", "backward"))
     if phase == "forward":
         return 6
     return 12 if device_kind == "cuda" else 9
@@ -537,7 +530,7 @@ def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, ca
     Raises ValueError for another phase.
     """
     factor = {"forward": 4, "backward": 10, "forward_backward": 14}
-    _check("phase", phase, factor)
+    check_known("phase", phase, factor)
     full = factor[phase] * batch * length * length * d_head
     return full // 2 if causal else full
 
@@ -566,7 +559,7 @@ def weighted_sum_bytes(phase: str, rows: int, dim: int, element_bytes: int) -> i
     forward = rows * dim + dim + rows
     backward = forward + rows * dim + dim
     elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
-    _check("phase", phase, elements)
+    check_known("phase", phase, elements)
     return element_bytes * elements[phase]
 
 
@@ -577,7 +570,7 @@ def bus_factor(operation: str, world_size: int) -> float:
     """Returns bus bandwidth over algorithm bandwidth as nccl-tests defines it; ValueError for
     another operation.
     """
-    _check("operation", operation, OPERATIONS)
+    check_known("operation", operation, OPERATIONS)
     if operation == "broadcast":
         return 1.0
     return (2 if operation == "all_reduce" else 1) * (world_size - 1) / world_size

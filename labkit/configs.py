@@ -5,12 +5,13 @@ Nothing here imports torch, so the command line and the report can name sizes wi
 """
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, make_dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 BATCH_SIZE = 4
 RMS_NORM_EPS = 1e-5
@@ -45,6 +46,12 @@ class RequestError(ValueError):
 
     def _render_traceback_(self) -> list[str]:  # what IPython shows in place of a traceback
         return [f"{type(self).__name__}: {self}"]
+
+
+def check_known(what: str, value: Any, accepted: Iterable[str]) -> None:
+    """Raises RequestError, which names the accepted ones, for a value that is none of them."""
+    if value not in accepted:
+        raise RequestError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
 
 
 @dataclass(frozen=True)
@@ -110,12 +117,8 @@ def model_config(name: str) -> ModelConfig:
             "size 'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026' (3.407 B, also "
             "'2.7b')"
         )
-    try:
-        return SIZES[SIZE_ALIASES.get(name, name)]
-    except KeyError:
-        raise RequestError(
-            f"unknown size {name!r}; accepted: {', '.join([*SIZES, *SIZE_ALIASES])}"
-        ) from None
+    check_known("size", name, [*SIZES, *SIZE_ALIASES])
+    return SIZES[SIZE_ALIASES.get(name, name)]
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,5 @@ def chosen_profile(profile: str, default: str) -> str:
     """Returns the profile that is meant: `default` for "auto"; raises RequestError for one that
     does not exist.
     """
-    accepted = (AUTO_PROFILE, *PROFILES)
-    if profile not in accepted:
-        raise RequestError(f"unknown profile {profile!r}; accepted: {', '.join(accepted)}")
+    check_known("profile", profile, (AUTO_PROFILE, *PROFILES))
     return default if profile == AUTO_PROFILE else profile

@@ -70,7 +70,7 @@ def datasheet(device_name: str) -> Datasheet | None:
 
 @dataclass(frozen=True)
 class Device:
-    """The device that is measured: `kind` is "cuda", "mps" or "cpu"; `slug` names its folder."""
+    """The device that is measured: `kind` is "cuda" or "cpu"; `slug` names its folder."""
 
     kind: str
     name: str
@@ -97,10 +97,7 @@ def slugify(name: str) -> str:
 
 
 def detect() -> Device:
-    """Returns the device labkit measures here: the first CUDA GPU, else Apple's mps, else the
-    CPU.
-    """
-    kind = "cpu"
+    """Returns the device labkit measures here: the first CUDA GPU, else the CPU."""
     # Importing torch just to learn that there is no GPU takes seconds.
     if "torch" in sys.modules or has_gpu_driver():
         import torch
@@ -108,10 +105,8 @@ def detect() -> Device:
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name(0)
             return Device("cuda", name, slugify(name))
-        if torch.backends.mps.is_available():
-            kind = "mps"
     name = cpu_name()
-    return Device(kind, name, f"{kind}-{slugify(name)}")
+    return Device("cpu", name, f"cpu-{slugify(name)}")
 
 
 def slug_of(device: str) -> str:
@@ -153,7 +148,7 @@ def gpu_links() -> str:
 
 
 def device_key(device: Device) -> str:
-    """Returns an identifier of this physical device: a GPU's UUID, else "cpu" or "mps"."""
+    """Returns an identifier of this physical device: a GPU's UUID, else "cpu"."""
     if device.kind != "cuda":
         return device.kind
     import torch
@@ -309,22 +304,24 @@ def parts(device: Device) -> list[Check]:
     """Returns what measuring uses of this machine, as far as it shows at once; what a part's
     absence disables says what runs instead.
     """
-    compilers = {
-        "C compiler": (os.environ.get("CC", "cc"), "gcc", "clang"),
-        "C++ compiler": (os.environ.get("CXX", "c++"), "g++", "clang++"),
-    }
-    disables = {
-        "C compiler": "Triton's kernels and torch.compile on a GPU; their rows are errors",
-        "C++ compiler": "torch.compile on the CPU; its rows are errors",
-    }
-    found = {
-        name: next(filter(None, map(shutil.which, names)), "") for name, names in compilers.items()
-    }
     rows = [
         _part("triton", software_versions()["triton"], "Triton kernels, torch.compile on a GPU"),
-        *(_part(name, path, disables[name]) for name, path in found.items()),
+        _part(
+            "C compiler",
+            _first_of(os.environ.get("CC", "cc"), "gcc", "clang"),
+            "Triton's kernels and torch.compile on a GPU; their rows are errors",
+        ),
+        _part(
+            "C++ compiler",
+            _first_of(os.environ.get("CXX", "c++"), "g++", "clang++"),
+            "torch.compile on the CPU; its rows are errors",
+        ),
     ]
     return rows + (_gpu_parts(device) if device.kind == "cuda" else [])
+
+
+def _first_of(*programs: str) -> str:
+    return next(filter(None, map(shutil.which, programs)), "")
 
 
 def _part(name: str, detail: str, disables: str) -> Check:

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pandas as pd
 from IPython.display import Markdown
 
 from labkit import notebooks
-from labkit.configs import AUTO_PROFILE, FIGURES, THIS_DEVICE, RequestError
+from labkit.configs import AUTO_PROFILE, FIGURES, THIS_DEVICE, RequestError, check_known
 from labkit.device import detect, slug_of
 from labkit.experiments.sweep import Case, Session
 from labkit.records import check_measured
@@ -128,16 +128,16 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     Raises:
         ValueError: an unknown section, phase or parameter; names the accepted ones.
     """
-    _check("notebook", notebook, notebooks.names())
+    check_known("notebook", notebook, notebooks.names())
     experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
     first_of: dict[str, Case] = {}
     for case in experiment.cases("smoke", detect().kind):
         first_of.setdefault(case.section, case)
-    _check("section", section, first_of)
+    check_known("section", section, first_of)
     case = first_of[section]
-    _check("phase", phase, case.phases)
+    check_known("phase", phase, case.phases)
     for name, value in changes.items():
-        _check("parameter", name, case.parameters)
+        check_known("parameter", name, case.parameters)
         if type(case.parameters[name]) is int and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
     case = replace(case, parameters=case.parameters | changes, phases=(phase,))
@@ -149,8 +149,3 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
         raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
     others = {"observed": measured.observed, "phase": phase, "status": "ok"}
     return pd.DataFrame([measured.case | measured.metrics | others])
-
-
-def _check(what: str, value: str, accepted: Iterable[str]) -> None:
-    if value not in accepted:
-        raise ValueError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")

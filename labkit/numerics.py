@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from labkit.configs import check_known
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Formats by the name that records give them."""
 
@@ -135,8 +137,7 @@ def running_sums(
     Source: Kahan 1965 (compensated summation); Higham 1993 (pairwise: the error grows with log n,
     not n).
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
+    check_known("method", method, METHODS)
     return torch.stack(METHODS[method](term, num_terms, accumulator, every))
 
 
@@ -167,8 +168,7 @@ def normalise(
 
     Source: Ba et al. 2016, equation 4; Zhang & Sennrich 2019, equation 4.
     """
-    if kind not in NORMS:
-        raise ValueError(f"unknown normalisation {kind!r}; accepted: {', '.join(NORMS)}")
+    check_known("normalisation", kind, NORMS)
     y = x.to(statistics)
     if kind == "layer_norm":
         y = y - tree_sum(y) / y.shape[-1]

@@ -8,6 +8,8 @@ from importlib import resources
 
 import pandas as pd
 
+from labkit.configs import check_known
+
 # The reports' "xl" has the dimensions that labkit calls "xl-2025": "xl" alone would not say which
 # edition it is.
 _SIZES = {"small": "small", "medium": "medium", "large": "large", "xl": "xl-2025", "2.7b": "2.7b"}
@@ -71,8 +73,7 @@ def load(table: str) -> pd.DataFrame:
     accepted = sorted(
         entry.name.removesuffix(".csv") for entry in folder.iterdir() if entry.name.endswith(".csv")
     )
-    if table not in accepted:
-        raise ValueError(f"unknown published table {table!r}; accepted: {', '.join(accepted)}")
+    check_known("published table", table, accepted)
     with (folder / f"{table}.csv").open(encoding="utf-8") as file:
         # Only an empty cell is missing: pandas would also swallow words such as "None" and "NA".
         return pd.read_csv(file, keep_default_na=False, na_values=[""])

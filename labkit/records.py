@@ -16,7 +16,6 @@ import reprlib
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -52,9 +51,6 @@ HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
 """Sections that every session measures again, before any other: its call times are of its own host,
 whatever the experiment, and its results are divided by its own ceilings.
 """
-
-LOCK_WAIT_S = 30.0
-"""Gives the processes of a killed run time to end."""
 
 
 class RecordError(Exception):
@@ -475,36 +471,31 @@ class RecordStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the file for this process; raises RecordError if another one holds it for
-        LOCK_WAIT_S.
+        """Locks the file for this process; says so on stderr where it must wait for another one.
+
+        Raises RecordError where nothing can be locked.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path.with_suffix(".lock"), "w") as lock:
-            deadline = time.monotonic() + LOCK_WAIT_S
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        reason = "another labkit run is writing to it"
-                        raise RecordError(f"{self.path}: {reason}") from None
-                except OSError as error:  # some network file systems lock nothing
-                    reason = f"cannot be locked ({error.strerror})"
-                    raise RecordError(f"{lock.name}: {reason}") from error
-                time.sleep(0.1)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"labkit: waiting for another run to write {self.path}", file=sys.stderr)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:  # some network file systems lock nothing
+                raise RecordError(f"{lock.name}: cannot be locked ({error.strerror})") from error
             yield
 
 
 def _torn(content: bytes) -> bytes:
-    """Returns the line at a file's end that was cut off: neither ended nor begun with a JSON
-    value.
-    """
+    """Returns the line at a file's end that was cut off: without a line end, and no JSON."""
     line = [b"", *content.splitlines(keepends=True)][-1]
+    if line.endswith((b"\n", b"\r")):
+        return b""
     try:
-        json.JSONDecoder().raw_decode(line.decode("utf-8"))
+        json.loads(line)
     except ValueError:
-        return b"" if line.endswith((b"\n", b"\r")) else line
+        return line
     return b""
 
 

@@ -246,7 +246,6 @@ def on_a_cpu(request, monkeypatch):
 
     if "gpu" not in request.keywords:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
         monkeypatch.setattr("labkit.device.cpu_name", lambda: "a processor")
     precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_num_threads(1)

@@ -23,15 +23,15 @@ from labkit.experiments.sweep import Case, Measured
 from labkit.measure.timing import time_callable
 from labkit.records import SESSION_SECTION
 
-CEILING_SIZES = {"cuda": 8192, "mps": 2048, "cpu": 1024}
+CEILING_SIZES = {"cuda": 8192, "cpu": 1024}
 """M = N = K of the matrix product: large enough that the device, not the launch, is what is
 measured.
 """
 
-COPY_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**26}
+COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 """Bytes of the copied buffer, well past every cache; as much is written again."""
 
-CEILING_TIME_S = {"cuda": 3.0, "mps": 3.0, "cpu": 0.5}
+CEILING_TIME_S = {"cuda": 3.0, "cpu": 0.5}
 """Limit of the samples of one ceiling: a CPU never becomes steady enough to stop before it."""
 
 

@@ -29,7 +29,7 @@ them.
 KEPT_SAMPLES = 20
 """A record keeps its samples where there are at most this many."""
 
-SUSTAINED_S = {"cuda": 1.0, "mps": 1.0, "cpu": 0.1}
+SUSTAINED_S = {"cuda": 1.0, "cpu": 0.1}
 """Length of a sustained window and of the same calls before it. A CPU is neither metered nor at its
 power limit so soon: its windows only show that they can be had.
 """

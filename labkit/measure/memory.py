@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 from torch.overrides import TorchFunctionMode, resolve_name
 
-DEVICE_KINDS = ("cuda", "cpu")
-
 BEFORE = -1
 """Position of what was allocated before the recording began."""
 
@@ -259,8 +257,6 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
     Args:
         device_kind: "cuda" (by the caching allocator's counters) or "cpu" (by the profiler's memory
             events).
-
-    Raises ValueError for another kind of device.
     """
     gc.collect()
     if device_kind == "cuda":
@@ -299,16 +295,10 @@ class Recorder:
         resident: tensors that exist before the block and stay (CPU only).
 
     Raises:
-        ValueError: another kind of device.
         SnapshotError: at the end of the block, if the allocator's events contradict one another.
     """
 
     def __init__(self, device_kind: str, resident: Sequence[Tensor] = ()):
-        if device_kind not in DEVICE_KINDS:
-            accepted = ", ".join(DEVICE_KINDS)
-            raise ValueError(
-                f"memory of device {device_kind!r} cannot be recorded; accepted: {accepted}"
-            )
         self._is_cuda = device_kind == "cuda"
         self._resident = {
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in resident

@@ -68,7 +68,7 @@ def sustained(
 
     Args:
         function: what is run, as often as it takes; it must have run before.
-        device_kind: "cuda", "mps" or "cpu".
+        device_kind: "cuda" or "cpu".
         warmup_s, window_s: shortest time of the calls before the window, and of the window, which
             has two at least.
         calls_per_function: how many calls one is, for the replay of a graph of several.

@@ -7,7 +7,7 @@
 | window | one call between two synchronisations, by device events and host clock | whole steps |
 | graph  | device time of one call in a CUDA-graph replay over rotated inputs: no launch | kernels |
 | flush  | events around one call after the L2 cache was overwritten | cross-check of graph |
-| host   | host clock around one synchronised call | CPU and mps |
+| host   | host clock around one call | everything on a CPU |
 
 `window` measures what a user waits for, launch cost included; `graph` what the device alone needs,
 and so does `flush` where the host issues the call while the cache is overwritten. They disagree for
@@ -28,11 +28,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from labkit.configs import check_known
+
 INTERVAL = 0.95
 """Probability that the stated interval of a median holds the true one."""
 
 MIN_SAMPLES_AT_LIMIT = 3
-METHODS = ("window", "graph", "flush", "host")
+METHODS = {"cuda": ("window", "graph", "flush"), "cpu": ("host",)}
+"""Methods by kind of device, the usual one first."""
+
 
 # A replay repeats the calls until it lasts this long, well above the events' resolution (half a
 # microsecond) and the cost of starting a replay.
@@ -129,8 +133,6 @@ def synchronize(device_kind: str) -> None:
     """Waits until everything queued on the device, on every stream, has finished."""
     if device_kind == "cuda":
         torch.cuda.synchronize()
-    elif device_kind == "mps":
-        torch.mps.synchronize()
 
 
 def time_callable(
@@ -149,10 +151,10 @@ def time_callable(
 
     Args:
         function: what is timed; its result is dropped.
-        device_kind: "cuda", "mps" or "cpu".
+        device_kind: "cuda" or "cpu".
         inputs: argument tuples, used in turn; or a function that makes a fresh one before each
             sample, outside the timed region ("window" and "host" only).
-        method: one of METHODS; default "window" on CUDA, "host" elsewhere.
+        method: one of the device's METHODS, by default the first.
         num_warmup: untimed calls first. They end after `time_limit_s`, but one is always made
             unless this is 0.
         min_samples, max_samples: bounds on the number of samples.
@@ -162,8 +164,7 @@ def time_callable(
             times as long and at least three samples.
 
     Raises:
-        ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or
-            flush.
+        ValueError: a method that the device has not; fresh inputs for a graph or flush.
     """
     method = _checked_method(method, device_kind, inputs)
     sampler = _sampler(method, function, inputs, device_kind)
@@ -189,16 +190,12 @@ def _timing(samples: Sequence[tuple], method: str, num_warmup: int, stop_reason:
 
 
 def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
-    """Returns the method, the device's default for None; raises ValueError for one that does not
+    """Returns the method, the device's usual one for None; raises ValueError for one that does not
     fit.
     """
-    method = method or ("window" if device_kind == "cuda" else "host")
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
-    if method != "host" and device_kind != "cuda":
-        raise ValueError(
-            f"method {method!r} needs CUDA, the device is {device_kind!r}; accepted here: host"
-        )
+    accepted = METHODS[device_kind]
+    method = method or accepted[0]
+    check_known(f"method on {device_kind}", method, accepted)
     if method in ("graph", "flush") and callable(inputs):
         raise ValueError(
             f"method {method!r} repeats its inputs: pass a list of tuples, not a function"
@@ -267,9 +264,7 @@ def _sampler(method: str, function: Callable, inputs: Inputs, device_kind: str) 
         function, num_calls = captured(function, inputs)
         inputs = ((),)
     next_inputs = inputs if callable(inputs) else itertools.cycle(inputs).__next__
-    if method == "host":
-        return partial(_host_sample, function, next_inputs, device_kind)
-    timer = _device_timer()
+    timer = _host_times_ms if method == "host" else _device_timer()
     if method == "flush":
         # Twice the L2 cache, so that nothing of the inputs stays in it.
         num_bytes = 2 * torch.cuda.get_device_properties(0).L2_cache_size
@@ -282,19 +277,14 @@ def _sampler(method: str, function: Callable, inputs: Inputs, device_kind: str) 
         else:
             synchronize(device_kind)
         times_ms = timer(function, *arguments)
-        return times_ms if method == "window" else (times_ms[0] / num_calls,)
+        return times_ms if method in ("window", "host") else (times_ms[0] / num_calls,)
 
     return sample
 
 
-def _host_sample(
-    function: Callable, next_inputs: Callable[[], tuple], device_kind: str
-) -> tuple[float, float]:
-    arguments = next_inputs()
-    synchronize(device_kind)
+def _host_times_ms(function: Callable, *arguments: Any) -> tuple[float, float]:
     begin = time.perf_counter()
     function(*arguments)
-    synchronize(device_kind)
     elapsed_ms = (time.perf_counter() - begin) * 1e3
     return elapsed_ms, elapsed_ms
 
@@ -424,8 +414,7 @@ def compare(
     Raises:
         ValueError: the baseline is not among the candidates; else as in `time_callable`.
     """
-    if baseline not in candidates:
-        raise ValueError(f"unknown baseline {baseline!r}; accepted: {', '.join(candidates)}")
+    check_known("baseline", baseline, candidates)
     method = _checked_method(method, device_kind, ((),))
     samplers = {
         name: _sampler(method, function, ((),), device_kind)

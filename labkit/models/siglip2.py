@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit.configs import LAYER_NORM_EPS, Siglip2Config
+from labkit.configs import LAYER_NORM_EPS, Siglip2Config, check_known
 from labkit.kernels.flash_attention import flash_attention
 from labkit.kernels.flash_attention.qkv import flash_attention_qkv
 from labkit.kernels.gelu_mlp import gelu_mlp
@@ -321,8 +321,7 @@ class Siglip2Encoder(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if impl not in IMPLS:
-            raise ValueError(f"unknown impl {impl!r}; accepted: {', '.join(IMPLS)}")
+        check_known("impl", impl, IMPLS)
         most = config.num_layers if impl == "fused" else 0
         if not 0 <= recomputed <= most:
             raise ValueError(

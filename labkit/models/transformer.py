@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit.configs import RMS_NORM_EPS, ModelConfig
+from labkit.configs import RMS_NORM_EPS, ModelConfig, check_known
 from labkit.kernels import course
 from labkit.kernels.attention import IMPLS, attention
 from labkit.kernels.cross_entropy import linear_cross_entropy
@@ -191,10 +191,8 @@ class TransformerLM(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        if impl not in MODEL_IMPLS:
-            raise ValueError(f"unknown impl {impl!r}; accepted: {', '.join(MODEL_IMPLS)}")
-        if attention not in ATTENTION:
-            raise ValueError(f"unknown attention {attention!r}; accepted: {', '.join(ATTENTION)}")
+        check_known("impl", impl, MODEL_IMPLS)
+        check_known("attention", attention, ATTENTION)
         if config.d_model % config.num_heads or config.d_head % 2:
             raise ValueError(
                 f"d_model {config.d_model} must be num_heads {config.num_heads} "
