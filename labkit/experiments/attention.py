@@ -123,7 +123,6 @@ class AttentionCall:
         self.mask = {"causal": True} if parameters.get("causal") else {}
         self.is_compiled = self.impl.startswith("compiled")
         empty_cache(device)
-        numerics.set_precision(parameters["precision"])
         heads = [1] if self.impl in WITH_HEADS else []
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
         *self.inputs, self.grad_out = draw(device.kind, parameters["precision"], *4 * [shape])

@@ -159,7 +159,6 @@ def _load(entrant: Entrant) -> Callable:
 def _enter(case: BenchCase) -> str:
     """Makes implementations of the case's functions; returns the operation."""
     operation = case.parameters.get("operation", "attention")
-    numerics.set_precision(case.parameters["precision"])
     for entrant in case.entrants:
         function = _load(entrant)
         if operation == "adamw":

@@ -31,7 +31,7 @@ from labkit.experiments.operations import (
     triton_unavailable,
 )
 from labkit.experiments.sections import empty_cache, run_section, section, timed
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.tiles import TileConfig
@@ -193,10 +193,4 @@ SECTIONS = {
     "memory": section(_measure_memory),
 }
 
-
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker
-    process.
-    """
-    numerics.set_precision(case.parameters.get("precision", "fp32"))
-    return run_section(SECTIONS, case, ceilings)
+run_case = functools.partial(run_section, SECTIONS)

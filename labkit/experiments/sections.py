@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from labkit import numerics
 from labkit.device import Device, detect
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure import host
@@ -59,13 +60,15 @@ def section(
 def run_section(
     sections: Mapping[str, Runner], case: Case, ceilings: dict[str, float]
 ) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it; raises Skip for a precision
-    that is not there.
+    """Yields each phase of `case` with the function that measures it, in the case's precision;
+    raises Skip for one that is not there.
 
     A case of the section "host", which every session begins with, needs no entry in `sections`.
     """
     device = detect()
-    require_precision(device, case.parameters.get("precision", "fp32"))
+    precision = case.parameters.get("precision", "fp32")
+    require_precision(device, precision)
+    numerics.set_precision(precision)
     yield from {HOST_SECTION: section(_measure_host), **sections}[case.section](
         device, case, ceilings
     )

@@ -467,7 +467,10 @@ class Session:
         Raises RecordError where another run is writing to the record file.
         """
         done = done_path(self.folder, self.notebook)
-        with measuring_lock(self.device, self.notebook), self.store.locked():
+        lock = contextlib.nullcontext()
+        if self.pending():
+            lock = measuring_lock(self.device, self.notebook)
+        with lock, self.store.locked():
             self.store.repair()
             write_json(self.folder / "environment.json", environment(self.device))
             done.unlink(missing_ok=True)
@@ -515,9 +518,8 @@ class Session:
         return missing
 
     def _run_section(self, section: str, cases: list[Case], progress: tqdm) -> None:
-        from labkit.experiments.ceilings import (
-            ceiling_rates,
-        )  # imports torch, as the experiment has
+        # Not above: it imports torch, as the experiment has.
+        from labkit.experiments.ceilings import ceiling_rates
 
         counts = Counter()
         outcomes = self._shared if section in SESSION_SECTIONS else self._settled
@@ -714,7 +716,7 @@ def rehearse(sessions: Sequence[Session]) -> None:
             for thread in threads:
                 thread.result()
         except KeyboardInterrupt:
-            # No case is left to begin; those that run would take minutes.
+            # No other case begins, and what runs, which would take minutes, is ended.
             list(left)
             for worker in list(workers):
                 worker.process.kill()
