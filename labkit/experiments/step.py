@@ -377,9 +377,7 @@ def _rates(
     precision = step.precision.removesuffix("_pure")  # of the matrix products
     against = (step.device, ceilings, times.timing.median_ms, precision)
     if phase == "optimizer_step":
-        metrics = rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
-        del metrics["num_bytes"]  # a closed form, and never measured
-        return metrics
+        return rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
     shape = step.tokens.shape
     counted = "train_step" if phase == "graph_step" else phase
     flops, flops_causal = (
