@@ -9,6 +9,7 @@ from chapters import CPU, in_section, measure
 from labkit.configs import SIGLIP2_SIZES
 from labkit.experiments import siglip2
 from labkit.experiments.siglip2 import Batch, cases, run_case
+from labkit.experiments.sweep import Case
 
 TINY = {"size": "tiny", "workload": "B", "images": 2, "precision": "fp32"}
 
@@ -50,3 +51,16 @@ def test_sections_run_on_a_cpu(section):
         assert metrics["step"]["sustained_ms"] > 0
     if section == "accuracy":
         assert 0 < metrics["fused"]["out_error"] < 1e-5 > metrics["fused"]["gradient_error"] / 10
+
+
+def test_a_wrong_gradient_has_no_error_to_record(monkeypatch):
+    right, weight = siglip2._results, "post_layernorm.weight"
+
+    def wrong(size, precision, impl, *others):
+        found = right(size, precision, impl, *others)
+        return found | {weight: found[weight] * (1.1 if impl == "fused" else 1)}
+
+    monkeypatch.setattr(siglip2, "_results", wrong)
+    case = Case("accuracy", {"size": "tiny", "precision": "fp32"}, ("fused",), 60.0)
+    with pytest.raises(AssertionError, match=rf"\({weight}\)"):
+        measure(run_case, case)

@@ -413,21 +413,24 @@ def _results(
 
 
 def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
-    """Returns relative errors against fp64, of an implementation beside the first one's: of the
-    output, and of the gradient that is worst in comparison.
-    """
-    size = case.parameters["size"]
-    precision = case.parameters["precision"]
+    size, precision = case.parameters["size"], case.parameters["precision"]
+    dtype = DTYPES[precision]
     exact = _results(size, precision, "eager", torch.float64, "cpu")
     errors = {}
     for each in (impl, "eager"):
-        results = _results(size, precision, each, DTYPES[precision], device.kind)
+        results = _results(size, precision, each, dtype, device.kind)
         errors[each] = {name: relative_error(x, exact[name]) for name, x in results.items()}
     ours = errors[impl]
     eager = errors["eager"]
     # The exact gradient of k's bias is zero: softmax does not see it.
     gradients = [x for x in exact if x != "out" and not x.endswith("k_proj.bias")]
     worst = max(gradients, key=lambda name: ours[name] / eager[name])
+    rounding = torch.finfo(dtype).eps / 2
+    if ours["out"] > 2 * eager["out"] + rounding or ours[worst] > 3 * eager[worst] + rounding:
+        raise AssertionError(
+            f"wrong: errors {ours['out']:.2g} and {ours[worst]:.2g} ({worst}), eager's "
+            f"{eager[worst]:.2g}"
+        )
     metrics = {"out_error": ours["out"], "eager_out_error": eager["out"]}
     metrics |= {"gradient_error": ours[worst], "eager_gradient_error": eager[worst]}
     return Measured(metrics, case.parameters, {"worst": worst})
