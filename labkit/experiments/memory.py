@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.configs import MEMORY, ModelConfig
-from labkit.device import Device, detect
+from labkit.device import Device
 from labkit.experiments.sections import (
     empty_cache,
     freeze_modules,
@@ -31,10 +31,9 @@ from labkit.experiments.step import (
     run_blocks,
     step_parameters,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.measure.memory import (
     BEFORE,
-    DEVICE_KINDS,
     Allocation,
     History,
     Recorder,
@@ -281,8 +280,5 @@ def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of `case` with the function that measures it. Runs in the worker
     process.
     """
-    device = detect()
     freeze_modules()
-    if device.kind not in DEVICE_KINDS:
-        raise Skip(f"{device.name}: PyTorch does not record the allocations of {device.kind!r}")
     yield from run_section(SECTIONS, case, ceilings)
