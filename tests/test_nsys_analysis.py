@@ -77,6 +77,11 @@ def test_cases_share_one_capture(monkeypatch):
     second = experiment._from_capture(None, CPU, later, "train_step")
     assert second.case == later.parameters and experiment._captured == {}
     assert nsys.commands == [" ".join(STEPS).split()]
+    # What does not fit ends the capture of its group, and is not tried a second time.
+    nsys = FakeNsys(STEPS[:1], "oom too large")
+    assert experiment._from_capture(nsys, CPU, case, "train_step").case == case.parameters
+    with pytest.raises(torch.OutOfMemoryError, match="too large"):
+        experiment._from_capture(None, CPU, later, "train_step")
 
 
 @pytest.mark.parametrize(

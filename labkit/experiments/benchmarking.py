@@ -53,17 +53,15 @@ def cases(
     timer = Case("timer", {"kind": "negate"}, (*methods, "independent"), grid.case_timeout_s)
     planned = [*ceiling_cases(grid.precisions, grid.case_timeout_s), timer]
 
-    def add(section: str, step: dict, phases: tuple[str, ...], **options) -> None:
+    def add(section: str, step: dict, phases: tuple[str, ...], keys=(), **options) -> None:
+        """Plans a step, whose last phase is also sustained where `keys` have its size, context and
+        precision.
+        """
         if (sizes and step["size"] not in sizes) or (contexts and step["context"] not in contexts):
             return
-        key = (step["size"], step["context"], step["precision"])
-        keys = {"execution": grid.sustained_executions, "warmup": (), "course": ()}
-        options = {"time_limit_s": grid.time_limit_s} | options
-        # Section "compile" times compiling itself.
-        is_compiled = step["compile"] != "none" or step["attention"] == "auto"
-        options["compiles"] = section == "execution" and is_compiled
-        if key in keys.get(section, grid.sustained):
+        if (step["size"], step["context"], step["precision"]) in keys:
             options["sustained"] = phases[-1:]
+        options = {"time_limit_s": grid.time_limit_s} | options
         planned.append(Case(section, step, phases, grid.case_timeout_s, **options))
 
     for shape in itertools.product(grid.warmup_sizes, grid.warmup_contexts):
@@ -72,20 +70,24 @@ def cases(
             add("warmup", step, (phase,), time_limit_s=5.0, fresh_process=True)
     for size, context, precision in itertools.product(grid.sizes, grid.contexts, grid.precisions):
         if context in grid.precision_contexts.get(precision, grid.contexts):
-            add("steps", step_parameters(size, context, precision), STEP_PHASES)
+            step = step_parameters(size, context, precision)
+            add("steps", step, STEP_PHASES, grid.sustained)
     compiled = (grid.compile_sizes, grid.compile_contexts, grid.compile_precisions)
     for *shape, mode in itertools.product(*compiled, COMPILE_MODES[1:]):
         if mode == "regional" or shape[0] in grid.whole_compile_sizes:
             step = step_parameters(*shape, compile=mode)
-            add("compile", step, COMPILE_PHASES, stop_at_failure=True)
+            add("compile", step, COMPILE_PHASES, grid.sustained, stop_at_failure=True)
     for shape in itertools.product(grid.course_sizes, grid.course_contexts):
         add("course", step_parameters(*shape, "fp32", attention="course"), COURSE_PHASES)
     for way in grid.executions:
-        attention = "auto" if way.impl == "fused" else "eager"  # the fused model has ours
+        is_fused = way.impl == "fused"
+        how = {"compile": way.compile, "impl": way.impl}
+        how["attention"] = "auto" if is_fused else "eager"  # the fused model has ours
+        compiles = is_fused or way.compile != "none"
         shapes = (way.sizes or grid.execution_sizes, way.contexts, way.precisions)
         for shape in itertools.product(*shapes):
-            how = {"compile": way.compile, "attention": attention, "impl": way.impl}
-            add("execution", step_parameters(*shape, **how), EXECUTION_PHASES)
+            step = step_parameters(*shape, **how)
+            add("execution", step, EXECUTION_PHASES, grid.sustained_executions, compiles=compiles)
     return planned
 
 

@@ -27,12 +27,11 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.step import (
     Step,
-    lacking_room,
     open_step,
     run_blocks,
     step_parameters,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.measure.memory import (
     BEFORE,
     Allocation,
@@ -119,13 +118,6 @@ def resident(step: Step) -> list[Tensor]:
     return [*step.model.parameters(), *inputs, *gradients(step), *optimizer_state(step)]
 
 
-def _check_room(step: Step, case: Case, phase: str) -> None:
-    """Raises Skip for a phase that lacks room, before anything of it is allocated."""
-    reason = lacking_room(step.device, case.parameters, phase)
-    if reason and "plan" not in case.parameters:  # predicted is a step that recomputes nothing
-        raise Skip(reason)
-
-
 def _make_state(step: Step, phase: str) -> None:
     """Makes what stays from step to step, before a phase."""
     if phase == "train_step":
@@ -140,7 +132,6 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     step to step. On a GPU the peak includes workspaces of libraries, and what the allocator rounds
     sizes up to.
     """
-    _check_room(step, case, phase)
     # Libraries take their workspaces at their first call in each thread.
     step.loss_on(step.tokens[:1, :16], step.targets[:1, :16]).backward()
     _make_state(step, phase)
@@ -162,7 +153,6 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
 
 def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     """Records every allocation of a step that is like all later ones."""
-    _check_room(step, case, phase)
     _make_state(step, phase)
     with Recorder(step.device.kind, resident(step)) as recorder:
 

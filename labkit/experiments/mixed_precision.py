@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit import numerics
 from labkit.configs import (
     MIXED_PHASES,
     MIXED_PRECISION,
@@ -233,17 +232,6 @@ def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
 # ---- dtypes --------------------------------------------------------------------------------------
 
 
-def _toy_model(device: Device) -> nn.Module:
-    """Returns Linear → ReLU → LayerNorm → Linear, the small model whose dtypes are published."""
-    layers = {
-        "fc1": nn.Linear(8, 10, bias=False),
-        "relu": nn.ReLU(),
-        "layer_norm": nn.LayerNorm(10),
-        "fc2": nn.Linear(10, 5, bias=False),
-    }
-    return nn.Sequential(OrderedDict(layers)).to(device.kind)
-
-
 def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
     """Returns the dtypes of a model's parts under autocast, noted by hooks where tensors pass.
 
@@ -251,10 +239,15 @@ def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
     gradients.
     """
     parameters = case.parameters
-    torch.manual_seed(0)
-    numerics.set_precision("fp32")
     if parameters["model"] == "toy":
-        model = _toy_model(device)
+        # The small model whose dtypes are published.
+        layers = {
+            "fc1": nn.Linear(8, 10, bias=False),
+            "relu": nn.ReLU(),
+            "layer_norm": nn.LayerNorm(10),
+            "fc2": nn.Linear(10, 5, bias=False),
+        }
+        model = nn.Sequential(OrderedDict(layers)).to(device.kind)
         inputs = torch.randn(16, 8, device=device.kind)
         targets = torch.arange(16, device=device.kind) % 5
     else:
@@ -344,8 +337,6 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
     data = data.to(step.device.kind)
     # The embedding's rows are not all seen.
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
-    gains = [p for p in model.parameters() if p.dim() == 1]
-    initial_gains = [gain.detach().clone() for gain in gains]
     losses = []
     num_skipped = 0
     looks = defaultdict(list)
@@ -366,7 +357,7 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
         losses.append(loss.item())
     finite = [loss if math.isfinite(loss) else None for loss in losses]
     last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
-    unmoved = [gain == before for gain, before in zip(gains, initial_gains, strict=True)]
+    unmoved = [p == 1 for p in model.parameters() if p.dim() == 1]  # gains begin as 1
     metrics = {
         "final_loss": None if None in last else sum(last) / len(last),
         "num_skipped_steps": num_skipped,

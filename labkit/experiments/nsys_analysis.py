@@ -22,8 +22,7 @@ from labkit.configs import NSYS_ANALYSIS
 from labkit.device import Device
 from labkit.experiments.captured_step import NUM_WARMUP, capture, parameters_of, words_of
 from labkit.experiments.sections import freeze_modules, run_section, section
-from labkit.experiments.step import lacking_room
-from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.experiments.sweep import Case, Measured
 from labkit.kernels import KERNEL_CLASSES
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, Trace
@@ -100,8 +99,6 @@ def is_timeline(parameters: dict) -> bool:
 
 def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
     """Returns what the capture of a phase gave."""
-    if reason := lacking_room(device, case.parameters, phase):
-        raise Skip(reason)
     freeze_modules()
     nsys = Nsys.usable() if device.kind == "cuda" else None
     return _from_capture(nsys, device, case, phase)
@@ -112,8 +109,10 @@ run_case = functools.partial(
 )
 
 
-_captured: dict[tuple[str, ...], Measured] = {}
-"""What this worker has from a shared capture and no case has asked for yet, by the case's words."""
+_captured: dict[tuple[str, ...], Measured | Exception] = {}
+"""What this worker has from a shared capture and no case has asked for yet, by the case's words: a
+measurement, or what ended the captured process.
+"""
 
 
 def _from_capture(nsys: Nsys | None, device: Device, case: ProfiledCase, phase: str) -> Measured:
@@ -124,11 +123,7 @@ def _from_capture(nsys: Nsys | None, device: Device, case: ProfiledCase, phase: 
     if words not in _captured:
         asked = [words]
         if nsys and words in case.together:
-            asked = [
-                other
-                for other in case.together[case.together.index(words) :]
-                if not lacking_room(device, parameters_of(*other[:-1]), other[-1])
-            ]
+            asked = case.together[case.together.index(words) :]
         with Monitor(device.kind) as monitor:
             trace = capture(nsys, device, asked, timeout_s=case.timeout_s - CAPTURE_MARGIN_S)
         if nsys:  # whose program is another process
@@ -136,9 +131,13 @@ def _from_capture(nsys: Nsys | None, device: Device, case: ProfiledCase, phase: 
         _captured.clear()
         for other, measured in measurements(trace).items():
             _captured[other] = replace(measured, telemetry=monitor.summary)
-        if words not in _captured:
-            raise _failure(trace)
-    return _captured.pop(words)
+        missing = [other for other in asked if other not in _captured]
+        if missing:
+            _captured[missing[0]] = _failure(trace)
+    result = _captured.pop(words)
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _failure(trace: Trace) -> Exception:

@@ -42,6 +42,7 @@ from labkit.measure.profiling import capture_with_kineto, launches
 from labkit.measure.timing import time_callable
 from labkit.models.siglip2 import (
     ATTENTION,
+    EAGER,
     IMPLS,
     MASK_OPTIONS,
     POSITIONS,
@@ -63,8 +64,10 @@ COMPILED = " + compile"
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
-    grid, is_gpu = SIGLIP2[profile], device_kind == "cuda"
-    limit, dtype = grid.case_timeout_s, "bf16" if is_gpu else "fp32"
+    grid = SIGLIP2[profile]
+    limit = grid.case_timeout_s
+    is_gpu = device_kind == "cuda"
+    dtype = "bf16" if is_gpu else "fp32"
     limits = {"timeout_s": limit, "time_limit_s": grid.time_limit_s}
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
     planned = ceiling_cases((dtype,), limit)
@@ -114,7 +117,9 @@ def draw_grids(workload: str, num_images: int, side: int) -> Tensor:
         return torch.full((num_images, 2), side)
     if workload != "B":
         raise ValueError(f"unknown workload {workload!r}; accepted: A, B")
-    generator, left, grids = torch.Generator().manual_seed(0), num_images * side**2, []
+    generator = torch.Generator().manual_seed(0)
+    left = num_images * side**2
+    grids = []
     while left:
         size, shape = torch.rand(2, generator=generator).tolist()
         patches = min(left, side**2 * 4.0 ** (3 * size - 2))
@@ -131,10 +136,11 @@ class Batch:
     """
 
     def __init__(self, device: Device, parameters: dict):
-        self.device, self.parameters = device, parameters
+        self.device = device
+        self.parameters = parameters
         self.config = SIGLIP2_SIZES[parameters["size"]]
-        workload, num_images = parameters["workload"], parameters["images"]
-        self.grids = draw_grids(workload, num_images, self.config.position_side)
+        side = self.config.position_side
+        self.grids = draw_grids(parameters["workload"], parameters["images"], side)
         self.sizes = self.grids.prod(1)
         num_patches = int(self.sizes.sum())
         shapes = ((num_patches, width) for width in (self.config.patch_dim, self.config.d_model))
@@ -145,7 +151,8 @@ class Batch:
         """Of a forward pass: two for each weight of a matrix and patch, and those of attention
         within images.
         """
-        c, pairs = self.config, int(self.sizes.square().sum())
+        c = self.config
+        pairs = int(self.sizes.square().sum())
         layer_terms = len(self.patches) * (4 * c.d_model + 2 * c.d_ff) + 2 * pairs
         return 2 * c.d_model * (len(self.patches) * c.patch_dim + c.num_layers * layer_terms)
 
@@ -244,10 +251,8 @@ def _step(batch: Batch) -> Work:
     torch.manual_seed(0)
     way = batch.parameters["way"]
     model, forward = (_transformers if way.startswith("transformers") else _encoder)(batch, way)
-    out = forward()
-    if out.shape != batch.grad.shape or not out.isfinite().all():
-        shapes = f"{tuple(batch.grad.shape)}, got {tuple(out.shape)}"
-        raise AssertionError(f"the output must be finite and of shape {shapes}")
+    if not forward().isfinite().all():
+        raise AssertionError("the output is not finite")
     # So slow that the weights stay what they are: numbers that grow or vanish change the power that
     # products take.
     optimizer = torch.optim.AdamW(
@@ -263,11 +268,10 @@ def _step(batch: Batch) -> Work:
         optimizer.step()
 
     calls = {"forward": forward, "forward_backward": forward_backward, "step": step}
-    # The ways before read the grids on the host.
-    is_captured = way.removesuffix(COMPILED).split(",")[0] in IMPLS[POSITIONS:]
+    # The steps before, and transformers, read the grids on the host.
+    is_captured = getattr(model, "step", EAGER) >= POSITIONS
     num_padded = int(batch.sizes.max()) * len(batch.sizes)
-    padded_fraction = 1 - len(batch.patches) / num_padded
-    metrics = {"padded_fraction": padded_fraction}
+    metrics = {"padded_fraction": 1 - len(batch.patches) / num_padded}
     return Work(batch.device, calls, batch.flops, is_captured, metrics)
 
 
@@ -275,7 +279,9 @@ def _products(batch: Batch) -> Work:
     """Returns the products of all layers, one after another, on tensors of a step's shapes: nothing
     else.
     """
-    config, rows, width = batch.config, len(batch.patches), batch.config.d_model
+    config = batch.config
+    rows = len(batch.patches)
+    width = config.d_model
     like = {"device": batch.patches.device, "dtype": batch.patches.dtype}
     weights = [(3 * width, width), (width, width), (config.d_ff, width), (width, config.d_ff)]
     sets = [
@@ -302,7 +308,9 @@ def _module(batch: Batch, module: str, impl: str) -> tuple[Callable, Callable]:
     model = Siglip2Encoder(config, impl).train().to(batch.grad)
     values = torch.randn(2, *batch.grad.shape).to(batch.grad)
     x, residual = (value.requires_grad_() for value in values)
-    packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
+    packing = model.pack(batch.grids)
+    (layer,) = model.layers
+    norm = layer.layer_norm2
     seed = torch.tensor(0, device=x.device) if model.step >= ATTENTION else None
     embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
     part, inputs, forward = {

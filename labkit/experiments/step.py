@@ -23,7 +23,6 @@ from labkit.device import Device
 from labkit.experiments.sections import (
     Timed,
     empty_cache,
-    memory_bytes,
     rate_metrics,
     section,
     sustained_metrics,
@@ -35,9 +34,6 @@ from labkit.kernels import course
 from labkit.kernels.adamw import FusedAdamW
 from labkit.measure.timing import Timing, captured_once, on_capture_stream, time_callable
 from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_model_loss
-
-BEYOND_DOUBT = 1.1
-"""A phase that is predicted to need more than 1.1 times the GPU's memory is not tried."""
 
 NUM_COMPARED = 5
 """Steps, each on its own tokens, whose losses are compared between a graph and the called step."""
@@ -320,27 +316,6 @@ class Step:
         empty_cache(device)
 
 
-def lacking_room(device: Device, parameters: dict, phase: str) -> str:
-    """Returns why a phase is not tried, predicted to need far more memory than the GPU has, "" for
-    any other.
-    """
-    if device.kind != "cuda":
-        return ""
-    predicted = accounting.peak_bytes(
-        model_config(parameters["size"]),
-        parameters["batch"],
-        parameters["context"],
-        "forward" if phase == "forward_backward" else phase,  # at least that
-        precision=parameters["precision"],
-        attention="eager" if parameters["attention"] in ("eager", "course") else "fused",
-        device_kind=device.kind,
-    )
-    total = memory_bytes(device)
-    if predicted <= BEYOND_DOUBT * total:
-        return ""
-    return f"predicted to need {predicted / 1e9:.0f} GB of {total / 1e9:.0f} GB"
-
-
 def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[Step]:
     """Returns a context with the step of a case, which is freed after it."""
     return contextlib.closing(Step(device, case.parameters))
@@ -402,9 +377,7 @@ def _rates(
     precision = step.precision.removesuffix("_pure")  # of the matrix products
     against = (step.device, ceilings, times.timing.median_ms, precision)
     if phase == "optimizer_step":
-        metrics = rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
-        del metrics["num_bytes"]  # a closed form, and never measured
-        return metrics
+        return rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
     shape = step.tokens.shape
     counted = "train_step" if phase == "graph_step" else phase
     flops, flops_causal = (
