@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
@@ -318,17 +317,19 @@ def figure(comparison: Comparison, chapter: str) -> Figure:
     the other device is faster.
     """
     rows = select(comparison.common, chapter=chapter)
-    groups = rows["section"] + ", " + rows["kind"]
-    drawn, (axis,) = figures.panels(1, height=0.9 + 0.32 * groups.nunique())
-    look = {"log_scale": True, "color": "#56b4e9", "fliersize": 2}
-    sns.boxplot(x=rows["ratio"], y=groups, ax=axis, **look)
+    groups = rows.groupby(rows["section"] + ", " + rows["kind"], sort=False)["ratio"]
+    names, ratios = zip(*groups, strict=True)
+    drawn, (axis,) = figures.panels(1, height=0.9 + 0.32 * len(names))
+    axis.boxplot(ratios, orientation="horizontal", tick_labels=names, flierprops={"markersize": 3})
+    axis.set_xscale("log")
+    axis.invert_yaxis()
     axis.axvline(1, color="0.4", linewidth=1, linestyle=":")
     axis.xaxis.set_major_locator(FixedLocator(TICKS))
     axis.xaxis.set_major_formatter("{x:g}×")
     axis.minorticks_off()
     words = "times as fast (of memory: as small)"
     axis.set_xlabel(f"{comparison.other} is … {words} as {comparison.base}")
-    axis.set(ylabel="", title=notebooks.title(chapter))
+    axis.set_title(notebooks.title(chapter))
     return drawn
 
 

@@ -19,6 +19,7 @@ ORDER = {
     "precision": list(PRECISIONS),
     "compile": list(COMPILE_MODES),
     "phase": ["compile", *PHASES, "graph_step"],
+    "plan": ["none", "1", "2", "4", "6", "8", "16", "32"],
     "impl": [
         "eager",
         "compiled",

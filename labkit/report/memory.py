@@ -169,25 +169,6 @@ def residuals_table(blocks: pd.DataFrame) -> pd.DataFrame:
     return rows[["operator", "module"]].assign(**{"keeps": keeps, "of the block": shares})
 
 
-def plans_figure(plans: pd.DataFrame) -> Figure | None:
-    """Draws a step's peak over the blocks recomputed together, by attention."""
-    single = select(plans, plan=[str(k) for k in range(1, 65)])
-    if ok_rows(single).empty:
-        return None
-    names = {"eager": "eager attention", "sdpa_flash": "SDPA's FlashAttention"}
-    single = single.assign(k=single["plan"].astype(int), gib=single["peak_bytes"] / GIB)
-    figure, (axis,) = figures.panels(1, height=2.8)
-    for attention, name in names.items():
-        rows = select(single, attention=attention)
-        style = figures.STYLES[attention]
-        figures.line_with_band(axis, rows, "k", label=name, style=style, y="gib")
-    figures.context_axis(axis, single["k"], "blocks recomputed together (k)")
-    axis.set_ylim(0, 1.1 * single["gib"].max())
-    axis.set_ylabel("peak (GiB)")
-    figures.finish(figure)
-    return figure
-
-
 def published_peaks(peaks: pd.DataFrame) -> pd.DataFrame:
     """Returns all published peaks that have a case of ours beside them."""
     names = {"context_length": "context", "peak_gib": "published_gib"}
