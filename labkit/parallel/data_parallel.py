@@ -198,9 +198,10 @@ class Wrapper(nn.Module):
     Every rank runs each forward pass. Buffers that it changes are from then on the rank's own. To
     accumulate gradients, call `finish_gradient_synchronization()` after each backward.
 
-    Raises ValueError for a module that makes sparse gradients and, on every rank alike, parameters
-    or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's; RuntimeError where
-    a parameter is added, replaced, moved, frozen or unfrozen after wrapping; TypeError for a copy.
+    Raises ValueError for a module that makes sparse gradients or has a BatchNorm and, on every rank
+    alike, parameters or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's;
+    RuntimeError where a parameter is added, replaced, moved, frozen or unfrozen after wrapping;
+    TypeError for a copy.
     """
 
     def __init__(self, module: nn.Module):
@@ -209,6 +210,12 @@ class Wrapper(nn.Module):
             if getattr(inside, "sparse", False):
                 raise ValueError(
                     f"{name or 'the module'} makes sparse gradients; accepted: sparse=False"
+                )
+            is_batch_norm = isinstance(inside, nn.modules.batchnorm._BatchNorm)
+            if is_batch_norm and not isinstance(inside, nn.SyncBatchNorm):
+                raise ValueError(
+                    f"{name or 'the module'} would keep statistics of this rank's batches alone; "
+                    "accepted: SyncBatchNorm, or a norm without running statistics"
                 )
         tensors = dict([*module.named_parameters(), *module.named_buffers()])
         check_ranks_agree(

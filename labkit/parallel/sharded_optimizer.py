@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from labkit.parallel.collectives import check_ranks_agree
 
@@ -82,21 +83,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's share, as `optimizer_cls` names it, and whose it is."""
-        return {**self._local.state_dict(), "place": self._place()}
+        """Returns the state of all ranks on each of them, on the CPU and as the unsharded optimizer
+        names it.
+
+        Collective: every rank calls it. It loads into `optimizer_cls` and into any number of ranks.
+        """
+        gathered = {}
+        for p, owner in self._owners.items():
+            own = self._local.state.get(p, {})
+            values = [tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), own)]
+            dist.broadcast_object_list(values, src=owner)
+            if values[0]:
+                gathered[p] = values[0]
+        self.state = gathered
+        try:
+            return super().state_dict()
+        finally:
+            self.state = self._local.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave on this rank; raises ValueError for another rank's, or
-        for that of another number of ranks.
-        """
-        if (place := state_dict.get("place")) != self._place():
-            raise ValueError(f"the state of {place}; accepted: of {self._place()}")
-        self._local.load_state_dict(state_dict)
-        self.state = self._local.state
-        _copy_settings(self._local.param_groups, self.param_groups)
+        """Takes this rank's share out of a full state dict; the world size it was made with does
+        not matter.
 
-    def _place(self) -> str:
-        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        Raises ValueError, as torch, where the groups have other numbers of parameters.
+        """
+        # The last hook: the others are shown the state dict as it is.
+        hook = self.register_load_state_dict_pre_hook(ShardedOptimizer._load_share)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self.state = self._local.state
+
+    def _load_share(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Loads this rank's share; returns the state dict with a state by parameter, which torch
+        keeps as it is.
+        """
+        groups = []
+        state = {}
+        # Other numbers of groups and parameters are refused by torch.
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            pairs = zip(saved["params"], group["params"], strict=False)
+            numbers = [number for number, p in pairs if self._owners[p] == dist.get_rank()]
+            groups.append({**saved, "params": numbers})
+            known = state_dict["state"].items()
+            state |= {number: values for number, values in known if number in numbers}
+        self._local.load_state_dict({"state": state, "param_groups": groups})
+        return {**state_dict, "state": self._local.state}
 
     def _owned(self, group: dict[str, Any]) -> list[Tensor]:
         return [p for p in group["params"] if self._owners[p] == dist.get_rank()]
