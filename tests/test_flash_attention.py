@@ -114,40 +114,32 @@ def draw(case: Case, device: str) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def poisoned_outputs():
-    """While it is open, torch.empty and its kin give NaN between canaries; at the end the canaries
-    must be alive.
+    """While it is open, what a plan and torch.empty allocate is NaN between canaries; at the end
+    the canaries must be alive.
     """
     canary, margin, buffers, empty = -12345.0, 64, [], torch.empty
 
-    def poisoned(*size, **factory):
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-        if not factory.get("dtype", torch.get_default_dtype()).is_floating_point:
-            return empty(shape, **factory)
-        buffer = empty(shape.numel() + 2 * margin, **factory).fill_(canary)
-        buffer[margin : margin + shape.numel()] = math.nan
-        buffers.append((buffer, shape.numel()))
-        return buffer[margin : margin + shape.numel()].view(shape)
+    def poisoned(size, strides=None, *, dtype=torch.float32, device=None):
+        shape = (size,) if isinstance(size, int) else size
+        if not dtype.is_floating_point:
+            return empty(shape, dtype=dtype, device=device)
+        buffer = empty(math.prod(shape) + 2 * margin, dtype=dtype, device=device).fill_(canary)
+        buffers.append(buffer)
+        inside = buffer[margin:-margin].fill_(math.nan)
+        return inside.view(shape) if strides is None else inside.as_strided(shape, strides)
 
-    def poisoned_strided(shape, strides, **factory):
-        return poisoned(shape, **factory).view(-1).as_strided(shape, strides)
+    def poisoned_room(x: plans.Layout):
+        return poisoned(x.shape, x.strides, dtype=x.dtype, device=x.device)
 
-    def poisoned_like(x):
-        return poisoned_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-    def poisoned_on_gpu(shape, strides, dtype):
-        return poisoned_strided(shape, strides, dtype=dtype, device="cuda")
-
-    replaced = {"empty": poisoned, "empty_like": poisoned_like, "empty_strided": poisoned_strided}
     with (
-        mock.patch.multiple(torch, **replaced),
-        mock.patch.object(plans, "empty_strided_cuda", poisoned_on_gpu),
+        mock.patch.object(torch, "empty", poisoned),
+        mock.patch.object(plans.Layout, "empty", poisoned_room),
     ):
         yield
-    assert buffers, "nothing was allocated by torch.empty: the poison tests nothing"
-    for buffer, numel in buffers:
-        expected = torch.full((margin,), canary, dtype=buffer.dtype, device=buffer.device)
-        assert torch.equal(buffer[:margin], expected), "written before an output"
-        assert torch.equal(buffer[margin + numel :], expected), "written behind an output"
+    assert buffers, "nothing was allocated where it is poisoned: that tests nothing"
+    for buffer in buffers:
+        assert (buffer[:margin] == canary).all(), "written before an output"
+        assert (buffer[-margin:] == canary).all(), "written behind an output"
 
 
 def mask_of(case: Case) -> dict:
