@@ -409,26 +409,24 @@ def test_strides_beyond_two_to_the_31_give_the_same_bits(axis, where):
     num_elements = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
     view = torch.empty(num_elements, dtype=torch.float16, device=device).as_strided(shape, strides)
     view.copy_(dense)
-    results = []
-    for x in (view, dense):
-        plan = fa.plan_of(x, x, x, scale=0.25, right=0)
-        out, lse = plan.forward(x, x, x)
-        results.append((out, lse, *plan.backward(x, x, x, x, out, lse)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    case = Case((*shape[:2], *shape[1:3], *shape[2:]), causal=True)
+    results = [ours(case, "triton", (x,) * 4) for x in (view, dense)]
+    for name in NAMES:
+        assert torch.equal(results[0][name], results[1][name]), name
 
 
 @pytest.mark.parametrize("impl", FUNCTIONS)
 @runs_interpreted
 def test_the_functions_save_one_log_sum_exp(impl):
     case = Case((2, 3, 3, 33, 47, 8), causal=True)
-    *leaves, grad_out = (x[0].requires_grad_() for x in draw(case, "cpu"))
+    tensors = draw(case, "cpu")
+    exact = eager(case, torch.float64, tensors)
+    leaves = [x.requires_grad_() for x in tensors[:3]]
     out = FUNCTIONS[impl].apply(*leaves, True)
-    saved = [x for x in out.grad_fn.saved_tensors if x is not None]
-    (lse,) = [x for x in saved if x.shape == (3, 33)]
-    exact = eager(case, torch.float64, [x.detach().unsqueeze(1) for x in (*leaves, grad_out)])
-    grads = torch.autograd.grad(out, leaves, grad_out)
+    (lse,) = [x for x in out.grad_fn.saved_tensors if x is not None and x.shape == (2, 3, 33)]
+    grads = torch.autograd.grad(out, leaves, tensors[3])
     for x, name in zip((out, lse, *grads), NAMES, strict=True):
-        torch.testing.assert_close(x.double(), exact[name].squeeze(1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(x.double(), exact[name], rtol=1e-5, atol=1e-5)
 
 
 LENGTHS_Q, LENGTHS_K = (
@@ -573,10 +571,8 @@ def test_what_is_handed_to_a_launch_is_kept_by_the_addresses_of_a_call():
 @runs_interpreted
 def test_tensors_may_come_back_from_hooks_with_another_layout(impl):
     """As `torch.autograd.graph.save_on_cpu` returns them: dense, whatever they were."""
-    options = {"generator": torch.Generator().manual_seed(0)}
-    q, k, v = (
-        torch.randn((1, 48, 2, 16), **options).transpose(1, 2).requires_grad_() for _ in range(3)
-    )
+    tensors = draw(Case((1, 2, 2, 48, 48, 16), layout="transposed"), "cpu")
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
     results = []
     for hook in (lambda x: x, Tensor.contiguous):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, hook):
@@ -880,11 +876,9 @@ BIT_EQUAL = [
 def test_a_thousand_forwards_and_250_backwards_are_bit_equal(case, impl):
     q, k, v, grad_out = draw(case, "cuda")
     plan = fa.plan_of(q, k, v, **mask_of(case), impl=resolve_impl(q, impl))
-    out, lse = plan.forward(q, k, v)
+    result = plan.forward(q, k, v)
     for _ in range(1000):
-        again = plan.forward(q, k, v)
-        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-    grads = plan.backward(grad_out, q, k, v, out, lse)
+        assert all(map(torch.equal, result, plan.forward(q, k, v)))
+    grads = plan.backward(grad_out, q, k, v, *result)
     for _ in range(250):
-        again = plan.backward(grad_out, q, k, v, out, lse)
-        assert all(torch.equal(x, y) for x, y in zip(grads, again, strict=True))
+        assert all(map(torch.equal, grads, plan.backward(grad_out, q, k, v, *result)))
