@@ -349,19 +349,17 @@ def cases(max_length: int, dtypes: tuple[str, ...], head_dims: tuple[int, ...] =
         lengths,
         dims,
     )
-    window, scale = st.none() | st.tuples(edges, edges), st.none() | st.floats(0.01, 2.0)
-    num_splits, seed, layout = (
-        st.none() | st.integers(1, 4),
-        st.integers(0, 2**31 - 1),
-        st.sampled_from(LAYOUTS),
+    return st.builds(
+        Case,
+        shapes,
+        causal=st.booleans(),
+        dtype=st.sampled_from(dtypes),
+        window=st.none() | st.tuples(edges, edges),
+        scale=st.none() | st.floats(0.01, 2.0),
+        layout=st.sampled_from(LAYOUTS),
+        num_splits=st.none() | st.integers(1, 4),
+        seed=st.integers(0, 2**31 - 1),
     )
-    options = {
-        "causal": st.booleans(),
-        "dtype": st.sampled_from(dtypes),
-        "window": window,
-        "scale": scale,
-    }
-    return st.builds(Case, shapes, **options, layout=layout, num_splits=num_splits, seed=seed)
 
 
 random_shapes = settings(
