@@ -145,7 +145,9 @@ def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
     assert "smoke" in rows["GPU"].disables and "gloo" in rows["GPU"].disables
 
 
-def stub_gpu(monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140, nvml=None):
+def stub_gpu(
+    monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140, nvml=None, missing=()
+):
     properties = types.SimpleNamespace(
         major=capability[0],
         minor=capability[1],
@@ -157,7 +159,9 @@ def stub_gpu(monkeypatch, name="NVIDIA H200", capability=(9, 0), memory_gib=140,
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    for compiler in ("CC", "CXX"):
+        monkeypatch.delenv(compiler, raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in missing else name)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     return Device("cuda", name, slugify(name))
 
@@ -201,6 +205,8 @@ HOPPER = "Hopper's matrix products"
             {"name": "Tesla T4", "capability": (7, 5), "memory_gib": 15},
             {"compute capability 8.0": "7.5 (disables: bf16 and TF32", HOPPER: "GELU"},
         ),
+        ({"missing": ("cc", "gcc", "clang")}, {"C compiler": "rows are errors"}),
+        ({"missing": ("c++", "g++", "clang++")}, {"C++ compiler": "rows are errors"}),
     ],
     ids=str,
 )
@@ -221,19 +227,6 @@ def test_a_gpu_that_may_not_be_asked_is_measured_all_the_same(monkeypatch):
     with Monitor("cuda", interval_s=0.001) as monitor:
         pass
     assert "sm_clock_mhz_median" not in monitor.summary
-
-
-@pytest.mark.parametrize(
-    ("compiler", "missing"),
-    [("C compiler", ("cc", "gcc", "clang")), ("C++ compiler", ("c++", "g++", "clang++"))],
-)
-def test_a_missing_compiler_is_named(monkeypatch, compiler, missing):
-    device = stub_gpu(monkeypatch, nvml=StubNvml(**ANSWERS))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None if name in missing else name)
-    lacks = environment(device)["lacks"]
-    assert list(lacks) == [compiler] and "rows are errors" in lacks[compiler]
 
 
 def test_without_torch_only_that_is_said(monkeypatch):

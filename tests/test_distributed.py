@@ -117,6 +117,8 @@ def test_ranks_measure_steps():
     assert state["state_bytes"] == pytest.approx(whole["state_bytes"] / 2, rel=0.01)
     assert share["parameter_bytes"] == pytest.approx(whole["parameter_bytes"] / 2, rel=0.01)
     assert share["loss"] == pytest.approx(state["loss"], abs=1e-6) != whole["loss"]
+    assert 0 == whole["exposed_us"] < share["exposed_us"] <= share["communication_us"]
+    assert results["fsdp"].observed["transport"].startswith("gloo:")
 
 
 def test_records_of_several_devices_stand_in_for_those_of_one(tmp_path, monkeypatch):

@@ -41,30 +41,18 @@ def test_a_guard_that_is_stopped_or_killed_is_replaced_by_its_parent(
 
 
 def test_signals_to_all_processes_leave_the_guard_to_its_work(temporary):
-    code = (
-        "import os, time; from labkit.guard import guarded_folder\n"
-        "with guarded_folder() as (folder, process):\n"
-        "    (folder / 'ready').write_text(str(process.pid))\n"
-        "    time.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    assert is_true_within(20, lambda: list(temporary.glob("*/ready")))
-    (ready,) = temporary.glob("*/ready")
-    assert is_true_within(5, lambda: ready.read_text())
-    pid = int(ready.read_text())
-    status = Path(f"/proc/{pid}/status")
     numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
     mask = sum(1 << (number - 1) for number in numbers)
-    assert is_true_within(
-        5, lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & mask == mask
-    )
-    for number in numbers:
-        os.kill(pid, number)
-    time.sleep(0.2)
-    assert ready.exists()
-    parent.kill()
-    parent.wait()
-    assert is_true_within(5, lambda: not list(temporary.iterdir()))
+    with guard.guarded_folder() as (folder, process):
+        status = Path(f"/proc/{process.pid}/status")
+        assert is_true_within(
+            5, lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & mask == mask
+        )
+        for number in numbers:
+            os.kill(process.pid, number)
+        time.sleep(0.2)
+        assert process.poll() is None and folder.exists()
+    assert not list(temporary.iterdir())
 
 
 KERNEL = """

@@ -75,12 +75,12 @@ def times_figure(frame):
 CELLS = [
     ("markdown", "# 90 · Sorting\n\n*How long does sorting take?*"),
     (
-        "setup",
+        "code",
         "from labkit.lessons import open_chapter\nfrom labkit.report import sorting as report\n"
         "from labkit.report.facts import compare",
     ),
     (
-        "session",
+        "code",
         'chapter = open_chapter("90_sorting", measure=measure, device=device, profile=profile, '
         "output=output, "
         'fresh=fresh, save_figures=save_figures)\nsorting = chapter.records("sorting")',
@@ -107,15 +107,12 @@ def write_notebook(path):
     (parameters,) = [
         cell for cell in example.cells if "parameters" in cell.metadata.get("tags", [])
     ]
-    cells = []
-    for kind, source in CELLS:
-        if kind == "session":
-            cells.append(parameters)
-        make = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
-        cells.append(
-            make(source, metadata={"tags": ["remove_cell"]} if kind in ("setup", "session") else {})
-        )
-    example.cells = cells
+    make = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
+    title, *setup = (make[kind](source) for kind, source in CELLS[:3])
+    for cell in setup:
+        cell.metadata["tags"] = ["remove_cell"]
+    shown = (make[kind](source) for kind, source in CELLS[3:])
+    example.cells = [title, setup[0], parameters, setup[1], *shown]
     nbformat.write(example, path)
 
 

@@ -179,7 +179,7 @@ def contents(folder) -> dict:
         (("compare", "cpu-x", "abacus"), 2, "nothing has been measured on 'abacus'"),
         (("compare", "cpu-x", "empty"), 2, "empty is no folder of a device"),
         (("compare", "cpu-x"), 2, "say what to compare: two devices"),
-        (("compare", "cpu-x", "cut"), 1, "01_benchmarking.jsonl, line 2: not JSON"),
+        (("compare", "cpu-x", "cut"), 1, "01_benchmarking.jsonl, line 1: not JSON"),
         (("compare", "--sessions", "a" * 5000), 2, f"measured on '{'a' * 80}' in"),
         # Records elsewhere are those of no device.
         (("report", "--device", "../cpu-z"), 2, "nothing has been measured on '../cpu-z'"),
@@ -200,9 +200,7 @@ def test_what_cannot_be_done_is_one_line_with_its_exit_code(
     a_record(output, "hollow").path.write_text("")
     (output / "empty").mkdir()
     if "cut" in command:
-        path = a_record(output, "cut").path
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text(f"{lines[0]}{lines[1][:40]}\n{lines[1]}")
+        a_record(output, "cut").path.write_text("{\n")
     monkeypatch.chdir(output)
     before = contents(tmp_path)
     options = [] if command[0] == "verify" else ["--output", output]

@@ -104,22 +104,16 @@ def test_the_bar_counts_the_expected_seconds_of_all_sessions(tmp_path, monkeypat
     output, bar = capsys.readouterr()
     assert output.startswith("90 slow: 3 ok\n") and "90 slow slow none" in bar
     assert f"{100 * 30.15 / 36.15:.0f}%" in bar
+    sweep.measure(sessions)
+    output, bar = capsys.readouterr()
+    assert "all recorded before" in output and output.endswith("\n90 new: 3 ok\n")
+    assert "100%" in bar and "Compiling" not in bar
+    assert [session.pending() for session in sessions] == [[], []]
 
 
 def steps_of(log) -> list[tuple[str, str]]:
     entries = map(json.loads, log.read_text().splitlines())
     return [(entry["name"], entry["step"]) for entry in entries]
-
-
-def test_sessions_are_measured_under_one_bar(tmp_path, capsys):
-    log = tmp_path / "log"
-    plans = {"a": [make_case("a", log)], "b": [make_case("b", log, section="others")]}
-    sessions = [open_session(tmp_path / name, plan) for name, plan in plans.items()]
-    sweep.measure(sessions)
-    output, bar = capsys.readouterr()
-    assert output.splitlines() == ["90 steps: 3 ok", "90 others: 3 ok"]
-    assert "100%" in bar and "Compiling" not in bar
-    assert [session.pending() for session in sessions] == [[], []]
 
 
 def test_a_rehearsal_runs_what_compiles_and_drops_what_it_measured(tmp_path, monkeypatch, capfd):

@@ -1,16 +1,12 @@
-"""The parts of a step against a rank alone: from traces made by hand, and of a step that pauses."""
+"""The parts of a step against a rank alone, from traces made by hand."""
 
 import math
-import time
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-import torch.distributed as dist
 
 from labkit.configs import STEP_PARTS
-from labkit.experiments import shared_step
 from labkit.experiments.split import split, steps_of, transport
 from labkit.measure.profiling import Trace
 
@@ -20,8 +16,8 @@ SENT = ("ncclDevKernel_AllReduce_Sum_f32_RING(args)", 8, 18)
 LATER = ("multi_tensor_adam", 25, 35), ("gemm", 35, 45)
 
 
-def traced(rows, length=40):
-    """Four steps of `rows`, (name, begin, end, kind) in ms."""
+def traced(rows, length=40, source="kineto", messages=()):
+    """Four steps of `rows`, (name, begin, end, kind) in ms, and of ranges that are messages."""
     begins = MS * length * np.arange(4)
     frames = [
         pd.DataFrame(
@@ -31,8 +27,11 @@ def traced(rows, length=40):
         )
         for name, begin, end, *kind in rows
     ]
-    ranges = pd.DataFrame({"name": "step", "start_ns": begins, "end_ns": begins})
-    return steps_of(Trace("kineto", "", pd.concat(frames), ranges, 0))
+    ranges = pd.concat(
+        pd.DataFrame({"name": name, "start_ns": begins + begin * MS, "end_ns": begins + end * MS})
+        for name, begin, end in (("step", 0, 0), *messages)
+    )
+    return steps_of(Trace(source, "", pd.concat(frames), ranges, 0))
 
 
 @pytest.mark.parametrize(
@@ -67,43 +66,11 @@ def test_the_transport_is_read_off_the_trace():
         assert transport(sent) == {"transport": longest[0].partition("(")[0], "blocks": seen}
 
 
-PAUSE_S = 0.005
-
-
-@pytest.fixture
-def step():
-    """A step on gloo, of a rank that waits for no other."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    case = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "batch": 1}
-    yield shared_step.SharedStep(shared_step.WAYS["naive"], case)
-    dist.destroy_process_group()
-
-
-def test_a_pause_is_in_the_part_of_what_paused(step, monkeypatch):
-    """Each collective, then each hook of a step takes 5 ms longer."""
-    all_reduce = dist.all_reduce
-
-    def paused_all_reduce(*args, **options):
-        with torch.profiler.record_function("gloo:pause"):
-            time.sleep(PAUSE_S)
-        return all_reduce(*args, **options)
-
-    def profile():
-        # The shorter of two, since other processes use these cores.
-        tables = [step.profile() for _ in range(2)]
-        return min(tables, key=lambda table: split(table, table)[0]["span"])
-
-    usual = profile()
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "all_reduce", paused_all_reduce)
-        paused = {"exposed": profile()}
-    parameters = list(step.model.parameters())
-    for p in parameters:
-        p.register_post_accumulate_grad_hook(lambda _: time.sleep(PAUSE_S))
-    paused["idle"] = profile()
-    exposed = split(usual, usual)[0]["exposed"]
-    for part, table in paused.items():
-        grown = split(table, usual)[0]
-        grown["exposed"] -= exposed
-        assert part == max(STEP_PARTS, key=grown.get), grown
-        assert grown[part] > 0.8e6 * PAUSE_S * len(parameters), grown
+def test_on_a_cpu_what_only_calls_operators_computes_nothing_and_messages_are_ranges():
+    rows = [("aten::mm", 0, 10), ("aten::add", 20, 40), ("autograd::engine", 0, 40)]
+    found, sent = split(
+        traced(rows, source="kineto cpu", messages=[("gloo:all_reduce", 15, 20)]),
+        traced(rows, source="kineto cpu"),
+    )
+    assert [found[part] / 1e3 for part in ("compute", "exposed", "idle")] == [30, 5, -5]
+    assert transport(sent) == {"transport": "gloo:all_reduce", "blocks": None}
