@@ -206,42 +206,6 @@ def _flags(call: Call, tile: TileConfig, layouts: tuple[Layout, ...]) -> dict:
     }
 
 
-def _forward_launch(
-    call: Call, layouts: tuple[Layout, ...], tile: TileConfig, num_splits: int
-) -> Launch:
-    """Returns the launch on layouts, 4D, of q, k, v and what is written; with the output goes the
-    log-sum-exp of its rows.
-    """
-    num_batches, num_heads, num_key_heads, num_queries, num_keys, _ = call.sizes
-    has_edge = call.left >= 0 or call.right >= 0
-    even = not call.packed and num_keys % tile.block_k == 0
-    flags = _flags(call, tile, layouts) | {
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k,
-        "HAS_LEFT": call.left >= 0,
-        "HAS_RIGHT": call.right >= 0,
-        "SPLIT_K": num_splits > 1,
-        # Two loops where the mask has an edge, one where it has none, and of a split: with the
-        # bounds of two, cut down to it, ptxas serialises the products of both (C7515).
-        "UNMASKED_LOOP": tile.unmasked_loop and (has_edge or even) and num_splits == 1,
-        "EVEN_K": even,
-    }
-    numbers = (
-        *call.strides(*layouts, layouts[3].of_rows()),
-        num_heads,
-        num_heads // num_key_heads,
-        num_queries,
-        num_keys,
-        num_batches,
-        num_splits,
-        call.scale * LOG2_E,
-        call.left,
-        call.right,
-    )
-    num_programs = call.num_tiles(num_queries, tile.block_q) * num_heads * num_splits
-    return Launch(flash_attention_fwd_kernel, (num_programs,), flags, numbers)
-
-
 def _backward_launch(
     call: Call,
     layouts: tuple[Layout, ...],
@@ -364,14 +328,41 @@ def _triton_forward(
     """Returns what writes the output, or its parts, and the log-sum-exp: write((q, k, v), out,
     parts, lse, cu_seqlens); and among how many programs the keys are split, each with its part.
     """
+    num_batches, num_heads, num_key_heads, num_queries, num_keys, head_dim = call.sizes
     inputs, cut = slices_of(call, inputs)
     tile = tiles_for(call, (*inputs, out)).forward
     num_splits = forward_splits(call, tile)
     if num_splits > 1:
         # The outputs of all splits, one batch of them after another.
-        shape = (*out.shape[:3], row_elements(out.shape[-1]))
+        shape = (*out.shape[:3], row_elements(head_dim))
         out = out._replace(shape=shape, dtype=torch.float32).contiguous()
-    launch = _forward_launch(call, (*inputs, out), tile, num_splits)
+    has_edge = call.left >= 0 or call.right >= 0
+    even = not call.packed and num_keys % tile.block_k == 0
+    flags = _flags(call, tile, (*inputs, out)) | {
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "HAS_LEFT": call.left >= 0,
+        "HAS_RIGHT": call.right >= 0,
+        "SPLIT_K": num_splits > 1,
+        # Two loops where the mask has an edge, one where it has none, and of a split: with the
+        # bounds of two, cut down to it, ptxas serialises the products of both (C7515).
+        "UNMASKED_LOOP": tile.unmasked_loop and (has_edge or even) and num_splits == 1,
+        "EVEN_K": even,
+    }
+    numbers = (
+        *call.strides(*inputs, out, out.of_rows()),
+        num_heads,
+        num_heads // num_key_heads,
+        num_queries,
+        num_keys,
+        num_batches,
+        num_splits,
+        call.scale * LOG2_E,
+        call.left,
+        call.right,
+    )
+    num_programs = call.num_tiles(num_queries, tile.block_q) * num_heads * num_splits
+    launch = Launch(flash_attention_fwd_kernel, (num_programs,), flags, numbers)
 
     def write(inputs, out, parts, lse, cu_seqlens) -> None:
         launch(*cut(*inputs), out if parts is None else parts, lse, *cu_seqlens)
