@@ -76,6 +76,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         accepted_dims, lengths, heads = (3,), 0, 1
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_kind(name, x, TILED_DTYPES if x is q else [q.dtype], like=q)
+        if x.is_nested or x.layout != torch.strided:
+            raise ValueError(f"{name} must be neither sparse nor nested, got layout {x.layout}")
         if x.dim() not in accepted_dims or x.numel() == 0:
             raise ValueError(f"{name} must be {form}, each at least 1; got shape {tuple(x.shape)}")
     if q.shape[-1] > MAX_HEAD_DIM:
