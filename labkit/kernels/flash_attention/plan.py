@@ -25,7 +25,6 @@ from labkit.kernels.flash_attention.tiles import (
 )
 from labkit.kernels.flash_attention.triton import (
     DELTA_BLOCK_Q,
-    IS_INTERPRETED,
     LOG2_E,
     NUM_SLICES,
     STATISTICS_PADDING,
@@ -35,6 +34,7 @@ from labkit.kernels.flash_attention.triton import (
     flash_attention_fwd_kernel,
     slice_elements,
 )
+from labkit.kernels.fused import IS_INTERPRETED
 from labkit.kernels.launch import Launch, num_multiprocessors
 
 SLICES_BLOCK = 16  # rows that a program cuts into slices
