@@ -80,9 +80,7 @@ OTHER_KERNELS = {
     if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
 }
 
-pytestmark = pytest.mark.skipif(
-    kernels.IS_INTERPRETED, reason="interpreted kernels are not compiled"
-)
+pytestmark = pytest.mark.skipif(fused.IS_INTERPRETED, reason="interpreted kernels are not compiled")
 
 
 def compile_plan(

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from labkit.kernels.launch import Launcher
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.
 IS_INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -124,28 +125,6 @@ def wrap_triton(kernel):
     return Launcher(kernel) if wrapped is kernel else wrapped
 
 
-class _Undifferentiable(torch.autograd.Function):
-    """Gradients as they are, that depend on `sources` in a way no formula of ours follows."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(_name: str, num_gradients: int, *gradients_and_sources: Tensor | None):
-        gradients = gradients_and_sources[:num_gradients]
-        return tuple(None if x is None else x.view_as(x) for x in gradients)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.name = inputs[0]
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            f"{ctx.name} has no second derivative: differentiate the formula in plain PyTorch "
-            f"instead"
-        )
-
-
 def first_order(name: str) -> Callable:
     """Returns a decorator for an autograd `backward(ctx, *grads)`, whose tuple of gradients then
     refuses to be differentiated.
@@ -153,6 +132,8 @@ def first_order(name: str) -> Callable:
     torch's own `once_differentiable` passes on gradients without a graph where the incoming ones
     have none, as of a sum: a gradient penalty then trains nothing, in silence.
     """
+
+    refusal = f"{name} has no second derivative: differentiate the formula in plain PyTorch instead"
 
     def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
@@ -165,7 +146,9 @@ def first_order(name: str) -> Callable:
             sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor)]
             with torch.no_grad():
                 gradients = backward(ctx, *grads)
-            return _Undifferentiable.apply(name, len(gradients), *gradients, *sources)
+            # PyTorch's node that passes tensors on, and raises when it is differentiated.
+            refuse = torch._C._functions.DelayedError(refusal, len(gradients) + len(sources))
+            return refuse(*gradients, *sources)[: len(gradients)]
 
         return refusing
 
@@ -184,13 +167,11 @@ def runs_kernel(x: Tensor) -> bool:
 
 
 def check_kind(name: str, tensor: Tensor, dtypes: Collection[torch.dtype], like: Tensor) -> None:
-    """Raises TypeError for what is no tensor, ValueError for one that is sparse or nested, of
-    another dtype, or on the device of another.
+    """Raises TypeError for what is no tensor, ValueError for another dtype or the device of
+    another.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise ValueError(f"{name} must be neither sparse nor nested, got layout {tensor.layout}")
     if tensor.dtype not in dtypes or tensor.device != like.device:
         raise ValueError(
             f"{name} must be {' or '.join(sorted(map(str, dtypes)))} on {like.device}, got "

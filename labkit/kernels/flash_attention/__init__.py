@@ -13,21 +13,15 @@ from labkit.kernels.flash_attention.op import (
     plan_of,
     resolve_tiles,
 )
-from labkit.kernels.flash_attention.tiles import (
-    MAX_HEAD_DIM,
-    resolve_impl,
-    resolve_precision,
-)
-from labkit.kernels.flash_attention.triton import IS_INTERPRETED
+from labkit.kernels.flash_attention.tiles import resolve_impl
+from labkit.kernels.fused import IS_INTERPRETED
 
 __all__ = [
     "IS_INTERPRETED",
-    "MAX_HEAD_DIM",
     "FlashAttention",
     "TiledFlashAttention",
     "flash_attention",
     "plan_of",
     "resolve_impl",
-    "resolve_precision",
     "resolve_tiles",
 ]

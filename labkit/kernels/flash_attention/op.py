@@ -32,8 +32,19 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from labkit.accounting import attention_pairs
-from labkit.kernels.flash_attention.plan import Call, Plan, facts_of, layout_of, tiles_for
-from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.flash_attention.plan import (
+    Call,
+    Layout,
+    Plan,
+    facts_of,
+    layout_of,
+    tiles_for,
+)
+from labkit.kernels.flash_attention.tiled import (
+    accumulation_dtype,
+    tiled_attention_backward,
+    tiled_attention_forward,
+)
 from labkit.kernels.flash_attention.tiles import (
     MAX_HEAD_DIM,
     TILED_DTYPES,
@@ -65,6 +76,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         accepted_dims, lengths, heads = (3,), 0, 1
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_kind(name, x, TILED_DTYPES if x is q else [q.dtype], like=q)
+        if x.is_nested or x.layout != torch.strided:
+            raise ValueError(f"{name} must be neither sparse nor nested, got layout {x.layout}")
         if x.dim() not in accepted_dims or x.numel() == 0:
             raise ValueError(f"{name} must be {form}, each at least 1; got shape {tuple(x.shape)}")
     if q.shape[-1] > MAX_HEAD_DIM:
@@ -178,16 +191,8 @@ def check_lengths(
 
 def _empty_like_layout(x: Tensor) -> Tensor:
     """Returns room laid out as `Layout.dense` has it; x may be a tensor without an address."""
-    if x.dim() == 4 and x.stride(1) < x.stride(2):
-        return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
-    return x.new_empty(x.shape)
-
-
-def _empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """Returns room for the output and the log-sum-exp."""
-    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _empty_like_layout(q), q.new_empty(lse_shape, dtype=lse_dtype)
+    layout = Layout(x.shape, x.stride(), x.dtype, x.device, True)
+    return x.new_empty_strided(x.shape, layout.dense().strides)
 
 
 class TiledPlan:
@@ -314,7 +319,8 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, cu_seqlens_q, *_):
-    return _empty_outputs(q, cu_seqlens_q is not None)
+    lse_shape = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    return _empty_like_layout(q), q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
 
 
 @operator("flash_attention_backward", opaque=True)

@@ -25,7 +25,6 @@ from labkit.kernels.flash_attention.tiles import (
 )
 from labkit.kernels.flash_attention.triton import (
     DELTA_BLOCK_Q,
-    IS_INTERPRETED,
     LOG2_E,
     NUM_SLICES,
     STATISTICS_PADDING,
@@ -35,6 +34,7 @@ from labkit.kernels.flash_attention.triton import (
     flash_attention_fwd_kernel,
     slice_elements,
 )
+from labkit.kernels.fused import IS_INTERPRETED
 from labkit.kernels.launch import Launch, num_multiprocessors
 
 SLICES_BLOCK = 16  # rows that a program cuts into slices
@@ -58,11 +58,7 @@ class Layout(NamedTuple):
     is_negated: bool = False
 
     def as_4d(self, packed: bool) -> "Layout":
-        """(B, S, D) as (B, 1, S, D), and a packed (total, H, D) as (1, H, total, D), its batch
-        stride 0.
-
-        The kernels find a packed sequence by its first row, whichever its number in the batch.
-        """
+        """(B, S, D) as (B, 1, S, D), and a packed (total, H, D) as (1, H, total, D)."""
         if len(self.shape) == 4:
             return self
 
@@ -88,6 +84,10 @@ class Layout(NamedTuple):
         """What `Tensor.contiguous` copies to."""
         strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
         return self._replace(strides=strides, on_boundary=True, is_negated=False)
+
+    def of_rows(self) -> "Layout":
+        """Dense statistics of the rows, fp32."""
+        return self._replace(shape=self.shape[:-1], dtype=torch.float32).contiguous()
 
     def empty(self) -> Tensor:
         """Returns room for a dense layout, on a GPU on the current one."""
@@ -148,11 +148,11 @@ class Call(NamedTuple):
             (num_batches,) = self.cu_seqlens[0].shape
         return num_batches, num_heads, num_key_heads, num_queries, num_keys, head_dim
 
-    @property
-    def lse_strides(self) -> tuple[int, int, int]:
-        """Those of batches, heads and rows of the log-sum-exp."""
-        _, num_heads, _, num_queries, _, _ = self.sizes
-        return 0 if self.packed else num_heads * num_queries, num_queries, 1
+    def strides(self, *layouts: Layout) -> tuple[tuple[int, int, int], ...]:
+        """Returns the distances of batches, heads and rows, of batches 0 where they are packed: the
+        kernels find a sequence by its first row, whichever its number.
+        """
+        return tuple((0 if self.packed else x.strides[0], *x.strides[1:3]) for x in layouts)
 
     def num_tiles(self, length: int, block: int) -> int:
         """Returns how many tiles of `block` rows all sequences have, of the length of each or, in a
@@ -195,11 +195,6 @@ def forward_splits(call: Call, tile: TileConfig) -> int:
     return num_splits_of(num_work_tiles, num_tiles, programs, call.right >= 0)
 
 
-def _strides(*layouts: Layout) -> tuple[tuple[int, int, int], ...]:
-    """The distances of batches, heads and rows."""
-    return tuple(x.strides[:3] for x in layouts)
-
-
 def _flags(call: Call, tile: TileConfig, layouts: tuple[Layout, ...]) -> dict:
     """Returns the constants that forward and backward kernels share."""
     return {
@@ -211,47 +206,12 @@ def _flags(call: Call, tile: TileConfig, layouts: tuple[Layout, ...]) -> dict:
     }
 
 
-def _forward_launch(
-    call: Call, layouts: tuple[Layout, ...], tile: TileConfig, num_splits: int
-) -> Launch:
-    """Returns the launch on layouts, 4D, of q, k, v and what is written."""
-    num_batches, num_heads, num_key_heads, num_queries, num_keys, _ = call.sizes
-    has_edge = call.left >= 0 or call.right >= 0
-    even = not call.packed and num_keys % tile.block_k == 0
-    flags = _flags(call, tile, layouts) | {
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k,
-        "HAS_LEFT": call.left >= 0,
-        "HAS_RIGHT": call.right >= 0,
-        "SPLIT_K": num_splits > 1,
-        # Two loops where the mask has an edge, one where it has none, and of a split: with the
-        # bounds of two, cut down to it, ptxas serialises the products of both (C7515).
-        "UNMASKED_LOOP": tile.unmasked_loop and (has_edge or even) and num_splits == 1,
-        "EVEN_K": even,
-    }
-    numbers = (
-        *_strides(*layouts),
-        call.lse_strides,
-        num_heads,
-        num_heads // num_key_heads,
-        num_queries,
-        num_keys,
-        num_batches,
-        num_splits,
-        call.scale * LOG2_E,
-        call.left,
-        call.right,
-    )
-    num_programs = call.num_tiles(num_queries, tile.block_q) * num_heads * num_splits
-    return Launch(flash_attention_fwd_kernel, (num_programs,), flags, numbers)
-
-
 def _backward_launch(
     call: Call,
     layouts: tuple[Layout, ...],
     grads: tuple[Layout, ...],
     tile: TileConfig,
-    statistics_strides: tuple[int, int, int],
+    statistics: Layout,
 ) -> Launch:
     """Returns the launch on layouts, 4D, of q, k, v and the gradient of the output: of the
     gradients of k and v where there are two, else of q's.
@@ -280,10 +240,10 @@ def _backward_launch(
         "EVEN": even,
     }
     numbers = (
-        _strides(*own),
-        _strides(*other),
-        _strides(*grads),
-        statistics_strides,
+        call.strides(*own),
+        call.strides(*other),
+        call.strides(*grads),
+        *call.strides(statistics),
         own_heads,
         num_heads // num_key_heads,
         own_length,
@@ -302,15 +262,13 @@ def _statistics_launch(
     call: Call,
     out: Layout,
     grad_out: Layout,
-    statistics_strides: tuple[int, int, int],
+    statistics: Layout,
     others: tuple[Layout, ...],
 ) -> Launch:
     """Returns the launch that writes the row statistics, and zeros to the first of the others."""
     num_batches, num_heads, _, num_queries, _, head_dim = call.sizes
     numbers = (
-        *_strides(out, grad_out),
-        call.lse_strides,
-        statistics_strides,
+        *call.strides(out, grad_out, out.of_rows(), statistics),
         num_heads,
         num_queries,
         num_batches,
@@ -335,7 +293,7 @@ def slices_of(
     call: Call, layouts: tuple[Layout, ...]
 ) -> tuple[tuple[Layout, ...], Callable[..., tuple]]:
     """Returns the layouts of what a call multiplies of tensors, 4D, and what turns them into it:
-    their bf16 slices, or the tensors. Slices come as vectors, for the kernels go by the layouts.
+    their bf16 slices behind one another in a row, or the tensors.
 
     Interpreted kernels keep the slices in fp32, of which they can multiply.
     """
@@ -344,13 +302,8 @@ def slices_of(
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     head_dim = layouts[0].shape[-1]
     row = NUM_SLICES * slice_elements(head_dim)
-    sliced = []
-    for x in layouts:
-        _, heads, length, _ = x.shape
-        strides = (0 if call.packed else heads * length * row, length * row, row, 1)
-        sliced.append(x._replace(strides=strides, dtype=dtype, on_boundary=True))
+    sliced = tuple(x._replace(shape=(*x.shape[:3], row), dtype=dtype).contiguous() for x in layouts)
     num_rows = tuple(math.prod(x.shape[:3]) for x in layouts)
-    sizes = [rows * row for rows in num_rows]
     _, num_heads, lengths, _ = zip(*(x.shape for x in layouts), strict=True)
     flags = {
         "HEAD_DIM": head_dim,
@@ -358,15 +311,15 @@ def slices_of(
         "BLOCK": SLICES_BLOCK,
     }
     grid = (triton.cdiv(max(num_rows), SLICES_BLOCK), len(layouts))
-    numbers = (_strides(*layouts), num_heads, lengths, num_rows)
+    numbers = (call.strides(*layouts), num_heads, lengths, num_rows)
     launch = Launch(attention_slices_kernel, grid, flags, numbers)
 
     def cut(*tensors: Tensor) -> tuple[Tensor, ...]:
-        slices = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device).split(sizes)
+        slices = tuple([x.empty() for x in sliced])
         launch(tensors, slices)
         return slices
 
-    return tuple(sliced), cut
+    return sliced, cut
 
 
 def _triton_forward(
@@ -375,14 +328,41 @@ def _triton_forward(
     """Returns what writes the output, or its parts, and the log-sum-exp: write((q, k, v), out,
     parts, lse, cu_seqlens); and among how many programs the keys are split, each with its part.
     """
+    num_batches, num_heads, num_key_heads, num_queries, num_keys, head_dim = call.sizes
     inputs, cut = slices_of(call, inputs)
     tile = tiles_for(call, (*inputs, out)).forward
     num_splits = forward_splits(call, tile)
     if num_splits > 1:
         # The outputs of all splits, one batch of them after another.
-        shape = (*out.shape[:3], row_elements(out.shape[-1]))
+        shape = (*out.shape[:3], row_elements(head_dim))
         out = out._replace(shape=shape, dtype=torch.float32).contiguous()
-    launch = _forward_launch(call, (*inputs, out), tile, num_splits)
+    has_edge = call.left >= 0 or call.right >= 0
+    even = not call.packed and num_keys % tile.block_k == 0
+    flags = _flags(call, tile, (*inputs, out)) | {
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "HAS_LEFT": call.left >= 0,
+        "HAS_RIGHT": call.right >= 0,
+        "SPLIT_K": num_splits > 1,
+        # Two loops where the mask has an edge, one where it has none, and of a split: with the
+        # bounds of two, cut down to it, ptxas serialises the products of both (C7515).
+        "UNMASKED_LOOP": tile.unmasked_loop and (has_edge or even) and num_splits == 1,
+        "EVEN_K": even,
+    }
+    numbers = (
+        *call.strides(*inputs, out, out.of_rows()),
+        num_heads,
+        num_heads // num_key_heads,
+        num_queries,
+        num_keys,
+        num_batches,
+        num_splits,
+        call.scale * LOG2_E,
+        call.left,
+        call.right,
+    )
+    num_programs = call.num_tiles(num_queries, tile.block_q) * num_heads * num_splits
+    launch = Launch(flash_attention_fwd_kernel, (num_programs,), flags, numbers)
 
     def write(inputs, out, parts, lse, cu_seqlens) -> None:
         launch(*cut(*inputs), out if parts is None else parts, lse, *cu_seqlens)
@@ -394,15 +374,15 @@ def _triton_backward(
     call: Call,
     inputs: tuple[Layout, ...],
     grads: tuple[Layout, ...],
-    statistics_strides: tuple[int, int, int],
+    statistics: Layout,
 ) -> Callable[..., None]:
     """Returns what writes the gradients: run((q, k, v, grad_out), (lse_log2, delta, …), grads,
     cu_seqlens).
     """
     inputs, cut = slices_of(call, inputs)
     config = tiles_for(call, (*inputs, *grads))
-    dkdv = _backward_launch(call, inputs, grads[1:], config.dkdv, statistics_strides)
-    dq = _backward_launch(call, inputs, grads[:1], config.dq, statistics_strides)
+    dkdv = _backward_launch(call, inputs, grads[1:], config.dkdv, statistics)
+    dq = _backward_launch(call, inputs, grads[:1], config.dq, statistics)
 
     def run(inputs, scratch, grads, cu_seqlens) -> None:
         q, k, v, grad_out = cut(*inputs)
@@ -472,8 +452,9 @@ class Plan:
         self.grads = tuple(x.dense() for x in call[:3])
         self.launched_backward: dict[tuple, tuple] = {}
         out = self.out.as_4d(call.packed)
-        lse_shape = out.shape[1:3] if call.packed else self.out.shape[:-1]
-        self.lse = self.out._replace(shape=lse_shape, dtype=torch.float32).contiguous()
+        self.lse = self.out.of_rows()
+        if call.packed:
+            self.lse = self.lse._replace(shape=out.shape[1:3]).contiguous()
         if call.impl == "gluon":
             plan = hopper_kernels("forward").plan
             self.write_outputs, num_splits = plan(*inputs, out, call.scale, call.right == 0)
@@ -517,16 +498,15 @@ class Plan:
         padding = STATISTICS_PADDING.value
         num_rows = call.num_tiles(num_queries, padding) // num_sets * padding
         statistics = self.lse._replace(shape=(num_sets, num_heads, num_rows)).contiguous()
-        strides = (0 if call.packed else num_heads * num_rows, num_rows, 1)
         if call.impl == "gluon":
             plan = hopper_kernels("one_pass").plan
             causal = call.right == 0
             counters, sums, run = plan(*inputs, grads, num_rows, call.scale, causal)
             scratch = (statistics, statistics, counters, sums)
         else:
-            run = _triton_backward(call, tuple(inputs), grads, strides)
+            run = _triton_backward(call, tuple(inputs), grads, statistics)
             scratch = (statistics, statistics)
-        write_statistics = _statistics_launch(call, out, inputs[3], strides, scratch[2:])
+        write_statistics = _statistics_launch(call, out, inputs[3], statistics, scratch[2:])
         return read, scratch, write_statistics, run
 
     def backward(

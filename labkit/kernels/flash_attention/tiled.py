@@ -34,7 +34,7 @@ TILE_Q = 128
 TILE_K = 128
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -111,7 +111,7 @@ def tiled_attention_forward(
             which see no others. Rows of none get zeros, and −∞.
     """
     out = torch.zeros_like(q)
-    dtype = _accumulation_dtype(q.dtype)
+    dtype = accumulation_dtype(q.dtype)
     k, v = (_shared_heads(x, q).to(dtype) for x in (k, v))
     scaled_q = q.to(dtype) * scale
     lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
@@ -156,7 +156,7 @@ def tiled_attention_backward(
     """Returns the gradients of q, k and v, in their shapes and dtypes; arguments as in
     `tiled_attention_forward`.
     """
-    dtype = _accumulation_dtype(q.dtype)
+    dtype = accumulation_dtype(q.dtype)
     wide_q, grad_out = q.to(dtype), grad_out.to(dtype)
     shared_k, shared_v = (_shared_heads(x, q).to(dtype) for x in (k, v))
     delta = (grad_out * out.to(dtype)).sum(dim=-1)

@@ -16,7 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from labkit.kernels.flash_attention.triton import IS_INTERPRETED, split_head_dim
+from labkit.kernels.flash_attention.triton import split_head_dim
+from labkit.kernels.fused import IS_INTERPRETED
 
 MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")

@@ -823,7 +823,3 @@ def attention_slices_kernel(
             for j in tl.static_range(3):
                 part = slices[j].to(slices_ptrs[i].dtype.element_ty)
                 tl.store(room + j * SLICE, part, mask=mask)
-
-
-# What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.
-IS_INTERPRETED = not isinstance(flash_attention_fwd_kernel, triton.JITFunction)
