@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import os
 import shlex
 import sys
 import time
@@ -15,6 +16,7 @@ import typer
 
 from labkit import __version__
 from labkit.configs import (
+    ALL_DEVICES,
     AUTO_PROFILE,
     FIGURES,
     GPU_WAYS,
@@ -138,6 +140,17 @@ def run(
             "--dry-run", help="Show cases, expected minutes and what will not fit; measure nothing."
         ),
     ] = False,
+    nnodes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Of chapter 07 on several machines, as torchrun's: how many there are. Each runs "
+            "this command; the first one measures, and the others start their ranks for it.",
+        ),
+    ] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Which of them this one is.")] = 0,
+    master_addr: Annotated[str, typer.Option(help="Where the others reach the first.")] = "",
+    master_port: Annotated[int, typer.Option(help="Its port.")] = 29500,
 ) -> None:
     """Measure this device and write its report: the notebooks, executed by papermill.
 
@@ -149,6 +162,21 @@ def run(
     from labkit.experiments import sweep
 
     names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
+    if nnodes > 1:
+        # The follower learns from a closed connection that node 0 has ended, and torch warns of it.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        from labkit.parallel import launch
+
+        if node_rank >= nnodes or not master_addr or not set(names) <= set(ALL_DEVICES):
+            raise RequestError(
+                f"node {node_rank} of {nnodes} for {', '.join(names)}, the first at "
+                f"{master_addr!r}; accepted: chapter 07, nodes 0 to {nnodes - 1}, and an address"
+            )
+        if node_rank:
+            print(f"Starts ranks for {master_addr} until that ends.", flush=True)
+            launch.follow(node_rank, nnodes, master_addr, master_port)
+            return
+        context.obj = launch.lead(nnodes, master_addr, master_port)  # as long as the command
     device = detect()
     options = dict(assignment.partition("=")[::2] for assignment in parameter or [])
     own = options.get("own", "")

@@ -68,6 +68,10 @@ def datasheet(device_name: str) -> Datasheet | None:
     return None
 
 
+NODES = "LABKIT_NODES"
+"""Environment variable of a run on several nodes: their number, and where node 0 listens."""
+
+
 @dataclass(frozen=True)
 class Device:
     """The device that is measured: `kind` is "cuda" or "cpu"; `slug` names its folder."""
@@ -114,6 +118,11 @@ def slug_of(device: str) -> str:
     return detect().slug if device == THIS_DEVICE else device
 
 
+def num_nodes() -> int:
+    """Returns on how many machines this process launches ranks, see `parallel.launch.lead`."""
+    return int(os.environ.get(NODES, "1").split()[0])
+
+
 def measured_by(notebook: str) -> Device:
     """Returns what `notebook` measures here: `detect()`, of ALL_DEVICES all GPUs as one device,
     "2x-nvidia-h200".
@@ -123,7 +132,7 @@ def measured_by(notebook: str) -> Device:
         return device
     import torch
 
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() * num_nodes()
     if count == 1:
         return device
     return replace(device, name=f"{count} × {device.name}", slug=f"{count}x-{device.slug}")

@@ -3,6 +3,8 @@ that is blamed.
 """
 
 import os
+import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 import torch
 from processes import holding, is_true_within
 
-from labkit.parallel.launch import RankError, launch
+from labkit.device import NODES
+from labkit.parallel.launch import RankError, launch, lead
 
 MARK = "LABKIT_TEST_LAUNCH"
 """Environment variable that every process of a test's calls inherits."""
@@ -124,3 +127,30 @@ def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(left):
     with pytest.raises(RankError, match=r"ALLREDUCE, NumelIn=4,.*timing out") as caught:
         launch(launch_ranks.end, 2, "hang", device="cuda", timeout_s=60, collective_timeout_s=6)
     assert caught.value.rank == 0 and not left()
+
+
+@on_linux
+def test_nodes_share_the_ranks_of_a_launch(monkeypatch, left):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv(NODES, "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    leader = [lead(2, "localhost", port)]
+    code = f"from labkit.parallel.launch import follow; follow(1, 2, 'localhost', {port})"
+    follower = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        (first, _), (second, _) = launch(launch_ranks.end, 2, "well", device="cpu")
+        assert first != second
+        with pytest.raises(
+            RankError, match=r"(?s)node 1: .*ZeroDivisionError: of rank 1"
+        ) as caught:
+            launch(launch_ranks.end, 2, "raise", device="cpu")
+        assert [len(items) for items in caught.value.finished] == [1, 1]
+        with pytest.raises(ValueError, match="3 ranks on 2 nodes; accepted: as many on each"):
+            launch(launch_ranks.end, 3, "well", device="cpu")
+        leader.clear()
+        assert follower.wait(20) == 0
+    finally:
+        follower.kill()
+        follower.wait()
+    assert is_true_within(10, lambda: not left())

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from labkit.accounting import OPERATIONS
 from labkit.configs import DISTRIBUTED
-from labkit.device import Device, gpu_links, num_usable_cores
+from labkit.device import Device, gpu_links, num_nodes, num_usable_cores
 from labkit.experiments import step_8b
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.sections import run_section
@@ -67,7 +67,7 @@ def cases(
     is_cuda = device_kind == "cuda"
     # On the only GPU of a machine every other case is skipped: nothing there needs a ceiling. A
     # machine without GPUs lists the cases of another.
-    is_shared = is_cuda and torch.cuda.device_count() != 1
+    is_shared = is_cuda and torch.cuda.device_count() * num_nodes() != 1
     planned = ceiling_cases(grid.ceilings, limit_s) if is_shared else []
     if "8b" in workload:
         case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
@@ -76,8 +76,10 @@ def cases(
     if not is_whole and "collectives" not in workload:
         return planned
     # Ranks that share a core mostly wait for one another.
-    num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
-    here = sorted(n for n in grid.world_sizes if n <= num_places) or grid.world_sizes[:1]
+    nodes = num_nodes()
+    num_places = nodes * (torch.cuda.device_count() if is_cuda else num_usable_cores())
+    fitting = [n for n in grid.world_sizes if n <= num_places and n % nodes == 0]
+    here = sorted(fitting) or grid.world_sizes[:1]
     here = sorted(world_sizes) or here
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
         phases = tuple(
@@ -118,13 +120,15 @@ Seen = list[dict[str, Any]]
 
 
 def check_gpus(world_size: int) -> str:
-    """Returns which GPU does not reach another's memory, as copies must, "" where all do.
+    """Returns why a GPU does not reach another's memory, as copies must, "" where all do.
 
     Raises Skip where there is no GPU of one kind for each rank, or no NCCL.
     """
     num_gpus = torch.cuda.device_count()
-    if world_size > num_gpus:
-        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
+    nodes = num_nodes()
+    if world_size > nodes * num_gpus:
+        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {nodes * num_gpus}")
+    world_size //= nodes
     if not dist.is_nccl_available():
         raise Skip("this torch is built without NCCL; accepted on GPUs: one with it")
     names = sorted({torch.cuda.get_device_name(number) for number in range(world_size)})
@@ -135,7 +139,7 @@ def check_gpus(world_size: int) -> str:
     for gpu, other in itertools.permutations(range(world_size), 2):
         if not torch.cuda.can_device_access_peer(gpu, other):
             return f"GPU {gpu} cannot access the memory of GPU {other}, as copies must"
-    return ""
+    return "" if nodes == 1 else "copies reach no other node's memory"
 
 
 def run_ranks(
@@ -196,7 +200,7 @@ def run_ranks(
 
 def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measures "operation dtype bytes" after another on this rank."""
-    torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
+    torch.set_num_threads(max(1, num_usable_cores() * num_nodes() // dist.get_world_size()))
     how = "default" if transport in DEFAULTS else transport
     for phase in phases:
         operation, dtype, num_bytes = phase.split()

@@ -1,14 +1,19 @@
-"""Runs a module-level function on N ranks of this machine and gathers what each rank yields.
+"""Runs a module-level function on N ranks and gathers what each rank yields.
+
+The ranks are of this machine, or of several nodes that share them evenly: node 0 leads, see `lead`,
+the others `follow` it and start what it launches.
 
 A guard (`labkit.guard`) sees to it that no rank outlives the call, however that ends (on Linux;
 elsewhere a rank ends itself when its time is over). They find one another through a file, and
-connect over the loopback interface alone: what a rank is sent, it unpickles.
+connect over the loopback interface alone: what a rank is sent, it unpickles. Nodes meet at a port
+of node 0, so whoever reaches that must be trusted.
 """
 
 import contextlib
 import datetime
 import faulthandler
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -19,12 +24,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from labkit.configs import RequestError
+from labkit.device import NODES, num_nodes
 from labkit.guard import guarded_folder
 from labkit.records import write_text_atomic
 
@@ -40,6 +48,9 @@ RANK = "from pathlib import Path; from labkit.parallel.launch import run_rank; r
 
 CAUSE = r".*Watchdog caught .*|Timeout \(.*\)!|Fatal Python error: .*"
 """What NCCL's watchdog and faulthandler say of the end that they are to."""
+
+LAUNCHES = "launches"
+"""What counts them, in the store of several nodes."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -73,7 +84,8 @@ def launch(
 ) -> list[list[Any]]:
     """Returns the list of what `function(*args)` yielded on each of `nproc` ranks, in rank order.
 
-    The ranks share an initialised process group; `rank_device()` is the device of each.
+    Every node has as many of them. They share an initialised process group; `rank_device()` is the
+    device of each.
 
     Args:
         function: module-level generator, or its name as "module:function". Arguments and what it
@@ -84,7 +96,8 @@ def launch(
             for one collective.
 
     Raises:
-        ValueError: a function that cannot be named, an unknown device, fewer GPUs than ranks.
+        ValueError: a function that cannot be named, an unknown device, fewer GPUs than ranks, or
+            ranks that the nodes do not share evenly.
         RankError: a rank raised, died, or did not end in time. No process outlives the call.
     """
     name = function
@@ -95,31 +108,107 @@ def launch(
             f"cannot start {name!r} on a rank; accepted: a function of an importable module"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    num_gpus = torch.cuda.device_count()
+    nodes = num_nodes()
+    num_gpus = nodes * torch.cuda.device_count()
     if device not in ("cpu", "cuda") or nproc < 1 or (device == "cuda" and nproc > num_gpus):
         raise ValueError(
             f"{nproc} ranks on {device!r}; accepted: 1 and more on cpu, up to {num_gpus} on cuda"
         )
-    call = [name, args, device, timeout_s, collective_timeout_s]
-    with guarded_folder() as (folder, _):
-        (folder / "call").write_bytes(pickle.dumps(call))
-        ranks = [_started(folder, rank, nproc) for rank in range(nproc)]
+    if nproc % nodes:
+        raise ValueError(f"{nproc} ranks on {nodes} nodes; accepted: as many on each")
+    call = Call(name, args, device, timeout_s, collective_timeout_s, nproc)
+    if nodes == 1:
+        return _run(call, 0)
+    store = _joined()
+    call = replace(call, number=store.add(LAUNCHES, 1))
+    store.set(f"call {call.number}", pickle.dumps(call))
+    replies = [_reply(call, 0)]
+    for node in range(1, nodes):
+        key = f"reply {call.number} {node}"
         try:
-            failed = _failed_first(folder, ranks, timeout_s + GRACE_S)
-        finally:
-            stopped = _ended(ranks)
-        finished = [_read_items(folder / f"{rank}.items") for rank in range(nproc)]
-        if failed or len(list(folder.glob("*.done"))) < nproc:
-            message, first = _failure(folder, nproc, timeout_s, failed, stopped)
-            raise RankError(f"{name}: {message}", first, finished)
+            store.wait([key], datetime.timedelta(seconds=timeout_s + 2 * GRACE_S))
+            replies.append(pickle.loads(store.get(key)))
+        except dist.DistError:
+            replies.append(("no answer", [[]] * (nproc // nodes)))
+    finished = [items for _, node_items in replies for items in node_items]
+    failures = [f"node {node}: {text}" for node, (text, _) in enumerate(replies) if text]
+    if failures:
+        raise RankError("\n".join(failures), 0, finished)
     return finished
 
 
-def _started(folder: Path, rank: int, num_ranks: int) -> subprocess.Popen:
+@dataclass(frozen=True)
+class Call:
+    """What `launch` was called with; its number where several nodes take part, from 1 on."""
+
+    name: str
+    args: tuple
+    device: str
+    timeout_s: float
+    collective_timeout_s: float
+    nproc: int
+    number: int = 0
+
+
+def lead(nodes: int, address: str, port: int) -> dist.TCPStore:
+    """Makes this machine node 0 of `nodes`: while the store that it returns is there, this process
+    and what it starts launch on all of them.
+
+    Raises RequestError for a port in use.
+    """
+    os.environ[NODES] = f"{nodes} {address} {port}"
+    try:
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+    except dist.DistError:
+        raise RequestError(f"port {port} is in use; accepted: a free one of this machine") from None
+
+
+def follow(node: int, nodes: int, address: str, port: int) -> None:
+    """Starts this node's ranks of whatever node 0 launches, until that ends."""
+    os.environ[NODES] = f"{nodes} {address} {port}"
+    with contextlib.suppress(dist.DistError):  # node 0 has ended
+        store = _joined()
+        # From the newest on: node 0 waits for whoever comes late.
+        for number in itertools.count(max(1, store.add(LAUNCHES, 0))):
+            call = pickle.loads(store.get(f"call {number}"))
+            store.set(f"reply {number} {node}", pickle.dumps(_reply(call, node)))
+
+
+def _joined(timeout: datetime.timedelta = datetime.timedelta(days=30)) -> dist.TCPStore:
+    _, address, port = os.environ[NODES].split()
+    return dist.TCPStore(address, int(port), timeout=timeout)
+
+
+def _reply(call: Call, node: int) -> tuple[str, list[list[Any]]]:
+    """Returns the failure of this node's ranks, "" where there is none, and what they yielded."""
+    try:
+        return "", _run(call, node)
+    except RankError as error:
+        return str(error), error.finished
+
+
+def _run(call: Call, node: int) -> list[list[Any]]:
+    """Returns what this node's ranks of a call yielded, numbered from 0 in files and errors."""
+    num_ranks = call.nproc // num_nodes()
+    with guarded_folder() as (folder, _):
+        (folder / "call").write_bytes(pickle.dumps(call))
+        ranks = [_started(folder, local, node * num_ranks + local) for local in range(num_ranks)]
+        try:
+            failed = _failed_first(folder, ranks, call.timeout_s + GRACE_S)
+        finally:
+            stopped = _ended(ranks)
+        finished = [_read_items(folder / f"{rank}.items") for rank in range(num_ranks)]
+        if failed or len(list(folder.glob("*.done"))) < num_ranks:
+            message, first = _failure(folder, num_ranks, call.timeout_s, failed, stopped)
+            raise RankError(f"{call.name}: {message}", first, finished)
+    return finished
+
+
+def _started(folder: Path, local: int, rank: int) -> subprocess.Popen:
     environment = _environment() | {"LABKIT_RANKS": str(folder), "RANK": str(rank)}
-    environment |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    environment["LOCAL_RANK"] = str(local)
     command = [sys.executable, "-P", "-u", "-c", RANK.format(str(folder))]
-    with open(folder / f"{rank}.stderr", "wb") as log:
+    with open(folder / f"{local}.stderr", "wb") as log:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
 
 
@@ -184,18 +273,20 @@ def moment() -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the ranks' environment: this process's, and sockets that other machines do not
-    reach.
+    """Returns the ranks' environment: this process's, and of one node sockets that other machines
+    do not reach.
     """
+    own = {} if num_nodes() > 1 else {"GLOO_SOCKET_IFNAME": LOOPBACK}
+    nccl = {name.replace("GLOO", "NCCL"): interface for name, interface in own.items()}
     return {
         "OMP_NUM_THREADS": "1",
         # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if
         # left alone.
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        **nccl,
         **os.environ,
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        **own,
         # A rank that never communicates must not leave while another still connects to it.
         "TORCH_DIST_INIT_BARRIER": "1",
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
@@ -208,31 +299,34 @@ def run_rank(folder: Path) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)
     rank = int(os.environ["RANK"])
+    local = int(os.environ["LOCAL_RANK"])
     try:
         call = pickle.loads((folder / "call").read_bytes())
-        name, args, device, timeout_s, collective_timeout_s = call
-        faulthandler.dump_traceback_later(timeout_s, exit=True)
-        module, name = name.split(":")
+        faulthandler.dump_traceback_later(call.timeout_s, exit=True)
+        module, name = call.name.split(":")
         function = getattr(importlib.import_module(module), name)
-        world_size = int(os.environ["WORLD_SIZE"])
-        timeout = datetime.timedelta(seconds=collective_timeout_s)
-        store = dist.FileStore(str(folder / "store"), world_size)
+        timeout = datetime.timedelta(seconds=call.collective_timeout_s)
+        if call.number:
+            store = dist.PrefixStore(f"ranks of {call.number}", _joined(timeout))
+        else:
+            store = dist.FileStore(str(folder / "store"), call.nproc)
         store.set_timeout(timeout)
-        group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-            dist.init_process_group("nccl", **group, device_id=torch.device(device, rank))
+        group = {"store": store, "rank": rank, "world_size": call.nproc, "timeout": timeout}
+        if call.device == "cuda":
+            torch.cuda.set_device(local)
+            device = torch.device("cuda", local)
+            dist.init_process_group("nccl", **group, device_id=device)
         else:
             dist.init_process_group("gloo", **group)
-        with open(folder / f"{rank}.items", "wb") as file:
-            for item in function(*args):
+        with open(folder / f"{local}.items", "wb") as file:
+            for item in function(*call.args):
                 pickle.dump(item, file)
                 file.flush()
         dist.destroy_process_group()
-        (folder / f"{rank}.done").touch()
+        (folder / f"{local}.done").touch()
     except BaseException:
         error = json.dumps([time.time_ns(), traceback.format_exc()])
-        write_text_atomic(folder / f"{rank}.error", error)
+        write_text_atomic(folder / f"{local}.error", error)
         # At once: destructors of a process group can wait for ranks that are gone.
         os._exit(1)
 
