@@ -168,7 +168,7 @@ def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapters, gpus
     assert other.memory_bytes == 80e9 and 0.4 < other.rates["bf16"] / 312e12 < 0.9
     with pytest.raises(RequestError, match="no roofs of 'abacus'"):
         plan.roofs_of("abacus", gpus)
-    assert plan.roofs_of("H100", gpus).source == "measured"
+    assert plan.roofs_of("H100", gpus).source.startswith("measured on nvidia-h100")
     text = "\n".join(plan.lines(replace(SMALL, num_gpus=2), other, gpus, 2.0))
     words = "fits", "Largest that fits", "Device time of a step", "held out", "not measured; NVIDIA"
     assert all(part in text for part in words) and "400 W, which is its power limit" in text, text

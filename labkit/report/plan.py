@@ -323,7 +323,8 @@ def measured_roofs(chapters: Chapters) -> Roofs | None:
     steps = usable(steps, "watts")
     ways = [_way(row) for row in steps.to_dict("records")]
     drawn = steps.assign(way=ways).groupby("way")["watts"].median().to_dict()
-    return Roofs(rates, gpu["memory_bytes"], "measured", gpu.get("power_limit_w"), drawn)
+    source = f"measured on {chapter.asked_device}"
+    return Roofs(rates, gpu["memory_bytes"], source, gpu.get("power_limit_w"), drawn)
 
 
 STEP = ("setting", "roofs", "size", "context", "way", "case", "device", "measured")
@@ -555,8 +556,11 @@ def lines(
     """
     config = setting.config
     millions = number(accounting.num_parameters(config) / 1e6)
+    shared = f"{setting.num_gpus} GPUs, {setting.gpu_way}" if setting.num_gpus > 1 else "1 GPU"
     return [
         f"Model: {config.name}, {millions} million parameters.",
+        f"Step: batch {setting.batch} a GPU, context {setting.context:,}, {setting.precision}, "
+        f"attention {setting.attention}, {setting.way}, recompute {setting.recompute}, {shared}.",
         *_memory_lines(setting, roofs.memory_bytes),
         *_error_line("memory", select(memory_errors(gpus.values()), way=setting.way)),
         *_time_lines(setting, roofs, price, samples(gpus.values())),
