@@ -65,6 +65,6 @@ def test_it_finds_notebooks_grids_and_datasheets_and_writes_where_it_is_called(w
 def test_without_any_record_a_plan_says_what_memory_it_takes(wheel, tmp_path):
     plan = run(wheel, tmp_path, "-m", "labkit", "plan", "medium")
     assert plan.returncode == 0, plan.stderr
-    _, memory, _, time, _ = plan.stdout.splitlines()
+    _, _, memory, _, time, _ = plan.stdout.splitlines()
     assert memory.startswith("Memory: ") and "fits" in memory
     assert time.startswith("Time: no step of this way is recorded")
