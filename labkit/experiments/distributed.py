@@ -79,8 +79,7 @@ def cases(
     nodes = num_nodes()
     num_places = nodes * (torch.cuda.device_count() if is_cuda else num_usable_cores())
     fitting = [n for n in grid.world_sizes if n <= num_places and n % nodes == 0]
-    here = sorted(fitting) or grid.world_sizes[:1]
-    here = sorted(world_sizes) or here
+    here = sorted(world_sizes or fitting) or grid.world_sizes[:1]
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
         phases = tuple(
             f"{operation} {dtype} {num_bytes}"

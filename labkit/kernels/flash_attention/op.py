@@ -356,10 +356,10 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad_out: Tensor, _grad_lse: Tensor | None = None) -> tuple:
-    *inputs, out, lse = ctx.saved_tensors
+    q, k, v, *cu_seqlens, out, lse = ctx.saved_tensors
     # Hooks on saved tensors may have laid them out anew: it looks for their plan.
-    is_shown = is_watched((grad_out, *inputs[:3]))
-    run = _backward.op if is_shown else _backward.function
+    run = _backward.op if is_watched((grad_out, q, k, v)) else _backward.function
+    inputs = (q, k, v, *(cu_seqlens or (None, None)))
     return *run(*inputs, *ctx.options, grad_out, out, lse), *(None,) * 9
 
 
@@ -503,8 +503,11 @@ class FlashAttention(torch.autograd.Function):
         ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, impl: str = "triton"
     ) -> Tensor:
         inputs = (q, k, v, None, None)
-        options = (None, -1, 0 if is_causal else -1, "auto", impl)
-        return _EagerAttention.forward(ctx, plan_of(*inputs, *options), options, *inputs)
+        ctx.options = (None, -1, 0 if is_causal else -1, "auto", impl)
+        out, lse = plan_of(*inputs, *ctx.options).forward(*inputs)
+        # Tensors alone: the course's tests read the shape of each.
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
