@@ -123,6 +123,13 @@ def num_nodes() -> int:
     return int(os.environ.get(NODES, "1").split()[0])
 
 
+def num_gpus() -> int:
+    """Returns how many GPUs these machines have, each as many as this one."""
+    import torch
+
+    return torch.cuda.device_count() * num_nodes()
+
+
 def measured_by(notebook: str) -> Device:
     """Returns what `notebook` measures here: `detect()`, of ALL_DEVICES all GPUs as one device,
     "2x-nvidia-h200".
@@ -130,9 +137,7 @@ def measured_by(notebook: str) -> Device:
     device = detect()
     if device.kind != "cuda" or notebook not in ALL_DEVICES:
         return device
-    import torch
-
-    count = torch.cuda.device_count() * num_nodes()
+    count = num_gpus()
     if count == 1:
         return device
     return replace(device, name=f"{count} × {device.name}", slug=f"{count}x-{device.slug}")

@@ -361,7 +361,9 @@ def test_bad_input_is_refused(call, message):
 
 
 def test_a_launch_is_kept_for_what_its_kernel_was_compiled_for(monkeypatch):
-    made, ran, x = [], [], torch.zeros(64)
+    made = []
+    ran = []
+    x = torch.zeros(64)
 
     def make(*facts):
         made.append(facts)

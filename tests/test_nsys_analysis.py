@@ -110,10 +110,12 @@ def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path, m
     assert {record.status for record in records} == {"ok"}
     assert len(records) == 2 * len(cases("smoke", "cpu"))
     for record in records:
-        observed, metrics = record.observed, record.metrics
+        observed = record.observed
+        metrics = record.metrics
         profiler = (observed["profiler"], observed["profiler_version"])
         assert profiler == ("kineto cpu", torch.__version__)
-        classes, ranges = observed["tables"]["classes"], observed["tables"]["ranges"]
+        classes = observed["tables"]["classes"]
+        ranges = observed["tables"]["ranges"]
         assert sum(classes["total_us"]) / 1e3 == pytest.approx(metrics["step_kernel_ms"], rel=1e-3)
         assert sum(classes["launches"]) == metrics["num_launches"]
         assert sum(ranges["launches"]) == metrics["num_launches_with_ranges"]

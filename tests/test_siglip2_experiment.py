@@ -54,7 +54,8 @@ def test_sections_run_on_a_cpu(section):
 
 
 def test_a_wrong_gradient_has_no_error_to_record(monkeypatch):
-    right, weight = siglip2._results, "post_layernorm.weight"
+    right = siglip2._results
+    weight = "post_layernorm.weight"
 
     def wrong(size, precision, impl, *others):
         found = right(size, precision, impl, *others)

@@ -55,7 +55,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import numerics
-from labkit.configs import FIGURES, THIS_DEVICE, RequestError
+from labkit.configs import FIGURES, THIS_DEVICE, RequestError, check_known
 from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
@@ -287,7 +287,7 @@ def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
         return "attention", _entrant(own, FIGURES)
     operation, _, function = own.partition(":")
     accepted = [name for name in OPERATIONS if name in DEFINITIONS]
-    _check("operation of own, OPERATION:FILE.py:NAME,", operation, accepted)
+    check_known("operation of own, OPERATION:FILE.py:NAME,", operation, accepted)
     return operation, _entrant(function, FIGURES)
 
 
@@ -357,14 +357,14 @@ def bench(
     """
     if multiprocessing.parent_process():
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
-    _check("operation", op, OPERATIONS)
+    check_known("operation", op, OPERATIONS)
     precisions = ("fp32",) if op in ("adamw", "optimizer") else ("fp32", "bf16")
-    _check(f"precision of {op}", precision, precisions)
+    check_known(f"precision of {op}", precision, precisions)
     if warmup < 1 or steps < 2:
         raise RequestError(f"{warmup} warm-up calls and {steps} steps; accepted: from 1, from 2")
     rivals = dict.fromkeys((against or USUAL.get(op, "eager,compiled,ours")).split(","))
     for name in rivals:
-        _check(f"implementation of {op}", name, RIVALS[op])
+        check_known(f"implementation of {op}", name, RIVALS[op])
     device = detect()
     parameters = {"operation": op, **_sizes(op, shape, device.kind), "precision": precision}
     if op == "attention":
@@ -421,11 +421,6 @@ COLUMNS = [
     "reason",
 ]
 """What `bench` returns of the records."""
-
-
-def _check(what: str, value: str, accepted: Iterable[str]) -> None:
-    if value not in accepted:
-        raise RequestError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
 
 
 FORMS = {

@@ -370,15 +370,9 @@ def draw(device_kind: str, precision: str, *shapes: tuple[int, ...]) -> list[Ten
     ]
 
 
-def fp64_device(device_kind: str) -> str:
-    """Returns where fp64 is computed: on the device, but mps has none."""
-    return "cpu" if device_kind == "mps" else device_kind
-
-
 def by_formula(formula: Callable, inputs: Tensors, grad_outs: Tensors) -> tuple[Tensors, Tensors]:
     """Returns the outputs and the gradients of a formula of inputs in fp64, as fp64."""
-    place = fp64_device(inputs[0].device.type)
-    leaves = [x.detach().to(place, torch.float64).requires_grad_() for x in inputs]
+    leaves = [x.detach().to(torch.float64).requires_grad_() for x in inputs]
     outs = as_tuple(formula(*leaves))
     grads = [grad.to(out) for grad, out in zip(grad_outs, outs, strict=True)]
     return [out.detach().double() for out in outs], torch.autograd.grad(outs, leaves, grads)

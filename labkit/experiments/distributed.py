@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from labkit.accounting import OPERATIONS
 from labkit.configs import DISTRIBUTED
-from labkit.device import Device, gpu_links, num_nodes, num_usable_cores
+from labkit.device import Device, gpu_links, num_gpus, num_nodes, num_usable_cores
 from labkit.experiments import step_8b
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.sections import run_section
@@ -67,7 +67,7 @@ def cases(
     is_cuda = device_kind == "cuda"
     # On the only GPU of a machine every other case is skipped: nothing there needs a ceiling. A
     # machine without GPUs lists the cases of another.
-    is_shared = is_cuda and torch.cuda.device_count() * num_nodes() != 1
+    is_shared = is_cuda and num_gpus() != 1
     planned = ceiling_cases(grid.ceilings, limit_s) if is_shared else []
     if "8b" in workload:
         case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
@@ -77,7 +77,7 @@ def cases(
         return planned
     # Ranks that share a core mostly wait for one another.
     nodes = num_nodes()
-    num_places = nodes * (torch.cuda.device_count() if is_cuda else num_usable_cores())
+    num_places = num_gpus() if is_cuda else nodes * num_usable_cores()
     fitting = [n for n in grid.world_sizes if n <= num_places and n % nodes == 0]
     here = sorted(world_sizes or fitting) or grid.world_sizes[:1]
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
@@ -123,10 +123,9 @@ def check_gpus(world_size: int) -> str:
 
     Raises Skip where there is no GPU of one kind for each rank, or no NCCL.
     """
-    num_gpus = torch.cuda.device_count()
+    if world_size > num_gpus():
+        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus()}")
     nodes = num_nodes()
-    if world_size > nodes * num_gpus:
-        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {nodes * num_gpus}")
     world_size //= nodes
     if not dist.is_nccl_available():
         raise Skip("this torch is built without NCCL; accepted on GPUs: one with it")

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit import accounting
-from labkit.configs import PASSES, ModelConfig
+from labkit.configs import PASSES, ModelConfig, check_known
 from labkit.device import Device
 from labkit.experiments.contest import (
     ContestCase,
@@ -37,7 +37,6 @@ from labkit.experiments.contest import (
     as_tuple,
     attention_formula,
     draw,
-    fp64_device,
 )
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.sweep import Refused
@@ -74,9 +73,7 @@ def register(operation: str, name: str, function: Callable) -> None:
 
     Raises ValueError for an unknown operation, and for a name that is taken or has a space.
     """
-    if operation not in IMPLEMENTATIONS:
-        accepted = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"unknown operation {operation!r}; accepted: {accepted}")
+    check_known("operation", operation, IMPLEMENTATIONS)
     taken = IMPLEMENTATIONS[operation]
     if name in taken or " " in name:
         raise ValueError(
@@ -425,12 +422,12 @@ class Optimizer(Made):
         kind = self.device.kind
         starts = draw(kind, "fp32", *(x.shape for x in self.tensors))
         made = []
-        for optimizer, place, dtype in (
-            (function, kind, torch.float32),
-            (torch.optim.AdamW, fp64_device(kind), torch.float64),
-            (torch.optim.AdamW, kind, torch.float32),
+        for optimizer, dtype in (
+            (function, torch.float32),
+            (torch.optim.AdamW, torch.float64),
+            (torch.optim.AdamW, torch.float32),
         ):
-            params = [nn.Parameter(x.to(place, dtype, copy=True)) for x in starts]
+            params = [nn.Parameter(x.to(dtype, copy=True)) for x in starts]
             made.append((params, optimizer(params, **ADAMW)))
         return made
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from labkit.configs import SIGLIP2, SIGLIP2_SIZES
+from labkit.configs import SIGLIP2, SIGLIP2_SIZES, check_known
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import contest_section, draw
@@ -115,8 +115,7 @@ def draw_grids(workload: str, num_images: int, side: int) -> Tensor:
     """
     if workload == "A":
         return torch.full((num_images, 2), side)
-    if workload != "B":
-        raise ValueError(f"unknown workload {workload!r}; accepted: A, B")
+    check_known("workload", workload, ("A", "B"))
     generator = torch.Generator().manual_seed(0)
     left = num_images * side**2
     grids = []

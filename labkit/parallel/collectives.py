@@ -23,6 +23,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from labkit.accounting import OPERATIONS, bus_factor
+from labkit.configs import check_known
 from labkit.parallel.launch import moment, rank_device
 
 # Their names until torch 2.12, of which later versions warn.
@@ -210,8 +211,7 @@ def time_collective(
     each rank.
     """
     world_size = dist.get_world_size()
-    if operation not in OPERATIONS:
-        raise ValueError(f"unknown operation {operation!r}; accepted: {', '.join(OPERATIONS)}")
+    check_known("operation", operation, OPERATIONS)
     least = dtype.itemsize * world_size
     if num_bytes < least:
         raise ValueError(f"{num_bytes} bytes of {dtype}; accepted: {least} bytes and more")

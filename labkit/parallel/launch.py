@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.configs import RequestError
-from labkit.device import NODES, num_nodes
+from labkit.device import NODES, num_gpus, num_nodes
 from labkit.guard import guarded_folder
 from labkit.records import write_text_atomic
 
@@ -109,10 +109,9 @@ def launch(
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     nodes = num_nodes()
-    num_gpus = nodes * torch.cuda.device_count()
-    if device not in ("cpu", "cuda") or nproc < 1 or (device == "cuda" and nproc > num_gpus):
+    if device not in ("cpu", "cuda") or nproc < 1 or (device == "cuda" and nproc > num_gpus()):
         raise ValueError(
-            f"{nproc} ranks on {device!r}; accepted: 1 and more on cpu, up to {num_gpus} on cuda"
+            f"{nproc} ranks on {device!r}; accepted: 1 and more on cpu, up to {num_gpus()} on cuda"
         )
     if nproc % nodes:
         raise ValueError(f"{nproc} ranks on {nodes} nodes; accepted: as many on each")

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from labkit.configs import check_known
 from labkit.report.frame import Row
 
 AHEAD = "ahead"
@@ -86,8 +87,7 @@ def kind_of_time(row: Row, value: str = "median_ms") -> str:
     if row.get("phase") == "graph_step" or row.get("compile") == "graph":
         return DEVICE
     method = row.get("timer_method")
-    if method not in KIND_OF_METHOD:
-        raise ValueError(f"unknown timer method {method!r}; accepted: {', '.join(KIND_OF_METHOD)}")
+    check_known("timer method", method, KIND_OF_METHOD)
     return KIND_OF_METHOD[method]
 
 

@@ -165,9 +165,11 @@ def tiled_attention_backward(
     grad_q, grad_k, grad_v = map(torch.zeros_like, (wide_q, shared_k, shared_v))
     tiles = _tiles(q.shape[-2], k.shape[-2], sequences, left, right, tile_q, tile_k)
     for queries, diagonal, key_tiles in tiles:
-        q_QD, grad_out_QD = wide_q[..., queries, :], grad_out[..., queries, :]
+        q_QD = wide_q[..., queries, :]
+        grad_out_QD = grad_out[..., queries, :]
         for keys in key_tiles:
-            k_KD, v_KD = shared_k[..., keys, :], shared_v[..., keys, :]
+            k_KD = shared_k[..., keys, :]
+            v_KD = shared_v[..., keys, :]
             # In the order of the forward pass, so that exp(S − L) subtracts equal roundings.
             scores_QK = (q_QD * scale) @ k_KD.mT
             scores_QK = _mask(scores_QK, queries, keys, diagonal, left, right)
