@@ -275,21 +275,21 @@ def _environment() -> dict[str, str]:
     """Returns the ranks' environment: this process's, and of one node sockets that other machines
     do not reach.
     """
-    own = {} if num_nodes() > 1 else {"GLOO_SOCKET_IFNAME": LOOPBACK}
-    nccl = {name.replace("GLOO", "NCCL"): interface for name, interface in own.items()}
-    return {
+    environment = {
         "OMP_NUM_THREADS": "1",
         # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if
         # left alone.
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        **nccl,
         **os.environ,
-        **own,
         # A rank that never communicates must not leave while another still connects to it.
         "TORCH_DIST_INIT_BARRIER": "1",
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }
+    if num_nodes() == 1:
+        environment.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+        environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    return environment
 
 
 def run_rank(folder: Path) -> None:
