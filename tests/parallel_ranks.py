@@ -91,7 +91,8 @@ def rows(seed: int) -> torch.Tensor:
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    return torch.optim.SGD(model.parameters(), foreach=True, **options)  # as on a GPU
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -127,6 +128,7 @@ def rank_step(model: nn.Module, optimizer, seed: int, parts: int = 1, loss=squar
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
+    x = getattr(x, "whole", x)  # of the course's
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 

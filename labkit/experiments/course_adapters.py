@@ -29,13 +29,18 @@ def get_flashattention_autograd_function_triton() -> type:
 
 
 class get_fsdp(FullyShardedDataParallel):  # noqa: N801
-    """labkit's, but for vectors: they are plain parameters, whose gradients a test gathers."""
+    """labkit's, but parameters are plain tensors, what this rank holds: a test gathers gradients,
+    and a `foreach` optimizer, the default on a GPU, takes no DTensors beside them.
+    """
 
     def _sharded(self, module: nn.Module) -> dict:
         parameters = super()._sharded(module)
-        for vector in self._vectors:
-            vector.outer = nn.Parameter(vector.local, vector.outer.requires_grad)
-            vector.add_gradient = functools.partial(_add_gradient, vector.outer)
+        for parameter in parameters.values():
+            whole = parameter.outer
+            held = parameter.outer = nn.Parameter(parameter.local, whole.requires_grad)
+            # Of one memory with the DTensor, and read by the same name.
+            held.whole, held._local_tensor = whole, held.data
+            parameter.add_gradient = functools.partial(_add_gradient, held)
         return parameters
 
 
@@ -46,7 +51,7 @@ def _add_gradient(p: nn.Parameter, gradient: Tensor) -> None:
 def fsdp_gather_full_params(fsdp_model: nn.Module) -> dict[str, Tensor]:
     """Returns the whole parameters by name. Collective."""
     named = fsdp_model.module.named_parameters()
-    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in named}
+    return {name: p.whole.full_tensor() if hasattr(p, "whole") else p for name, p in named}
 
 
 def ddp_on_after_backward(ddp_model: nn.Module, optimizer: object) -> None:
