@@ -188,6 +188,16 @@ STEP_PARTS = {
 }
 """What makes a step of several ranks longer than alone, with its sign; see `experiments.split`."""
 
+STEP_8B_WAYS = (
+    "off the shelf",
+    "our attention",
+    "and our fused operations",
+    "and recomputing little",
+    "and our AdamW, in backward",
+    "all but our attention",
+)
+"""Each adds to the one above it, but for the last."""
+
 PHASES = ("inference", "forward", "backward", "forward_backward", "optimizer_step", "train_step")
 STEP_PHASES = ("forward", "backward", "optimizer_step", "train_step")
 """Of PHASES, what notebook 01 times of every size, context and precision."""

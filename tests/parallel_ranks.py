@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit.accounting import OPERATIONS, bus_factor
 from labkit.configs import ModelConfig
-from labkit.experiments.course_adapters import get_fsdp
+from labkit.experiments.course_adapters import all_rows, get_fsdp
 from labkit.kernels.adamw import FusedAdamW
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
 from labkit.parallel import collectives
@@ -128,8 +128,7 @@ def rank_step(model: nn.Module, optimizer, seed: int, parts: int = 1, loss=squar
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    x = getattr(x, "whole", x)  # of the course's
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.full_tensor() if hasattr(x, "full_tensor") else all_rows(x)
 
 
 def assert_same(model: nn.Module, expected: nn.Module, bound: float, what) -> None:

@@ -178,5 +178,3 @@ def test_what_grows_fits_spreads_or_agrees_and_what_cannot_be_said():
     assert grown["value"].value == pytest.approx(2)
     assert facts.share_of(lengths, "median_ms > 50", "slow steps").small
     assert facts.spread(pd.DataFrame(columns=["error", "case"])).missing
-    theirs = pd.DataFrame({"size": ["2.7b"], "published_ms": [20.0]})
-    assert facts.above_ours(facts.beside(theirs, pd.DataFrame(), ["size"])).missing

@@ -6,6 +6,8 @@ and results are the course's.
 
 import functools
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.kernels.flash_attention import FlashAttention, TiledFlashAttention
@@ -38,8 +40,8 @@ class get_fsdp(FullyShardedDataParallel):  # noqa: N801
         for parameter in parameters.values():
             whole = parameter.outer
             held = parameter.outer = nn.Parameter(parameter.local, whole.requires_grad)
-            # Of one memory with the DTensor, and read by the same name.
-            held.whole, held._local_tensor = whole, held.data
+            # What labkit reads of a DTensor, and the rows of all ranks.
+            held._local_tensor, held.num_rows = held.data, len(whole)
             parameter.add_gradient = functools.partial(_add_gradient, held)
         return parameters
 
@@ -50,8 +52,22 @@ def _add_gradient(p: nn.Parameter, gradient: Tensor) -> None:
 
 def fsdp_gather_full_params(fsdp_model: nn.Module) -> dict[str, Tensor]:
     """Returns the whole parameters by name. Collective."""
-    named = fsdp_model.module.named_parameters()
-    return {name: p.whole.full_tensor() if hasattr(p, "whole") else p for name, p in named}
+    return {name: all_rows(p) for name, p in fsdp_model.module.named_parameters()}
+
+
+def all_rows(p: nn.Parameter) -> Tensor:
+    """Gathers without DTensor's `full_tensor()`, which crashes with gloo on a GPU (PyTorch's pull
+    request 132709), the backend of the tests.
+    """
+    num_rows = getattr(p, "num_rows", len(p))
+    if num_rows == len(p):  # replicated
+        return p.detach()
+    world_size = dist.get_world_size()
+    padded = p.new_zeros(-(-num_rows // world_size), *p.shape[1:])
+    padded[: len(p)] = p.detach()
+    shards = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(shards, padded)
+    return torch.cat(shards)[:num_rows]
 
 
 def ddp_on_after_backward(ddp_model: nn.Module, optimizer: object) -> None:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from labkit import accounting
-from labkit.configs import ModelConfig, model_config
+from labkit.configs import STEP_8B_WAYS, ModelConfig, model_config
 from labkit.device import Device
 from labkit.experiments.sections import empty_cache, memory_bytes
 from labkit.experiments.shared_step import own_tokens, slowest, time_steps
@@ -102,14 +102,15 @@ class Way:
     is_our_adamw: bool = False
 
 
-WAYS = {
-    "off the shelf": Way(),
-    "our attention": Way("auto"),
-    "and our fused operations": Way("auto", "fused"),
-    "and recomputing little": Way("auto", "fused", True),
-    "and our AdamW, in backward": Way("auto", "fused", True, True),
-    "all but our attention": Way("sdpa", "fused", True, True),
-}
+_WAYS = (
+    Way(),
+    Way("auto"),
+    Way("auto", "fused"),
+    Way("auto", "fused", True),
+    Way("auto", "fused", True, True),
+    Way("sdpa", "fused", True, True),
+)
+WAYS = dict(zip(STEP_8B_WAYS, _WAYS, strict=True))
 
 
 def kept(config: ModelConfig, context: int, world_size: int, room: float) -> list[str]:

@@ -399,8 +399,7 @@ def _versions(records: Sequence[Record]) -> str:
         for package, version in record.software.items():
             if version:
                 versions.setdefault(package, set()).add(str(version))
-    texts = [f"{package} {' and '.join(sorted(seen))}" for package, seen in versions.items()]
-    return f"{', '.join(texts)}; of packages not named here no version was recorded"
+    return ", ".join(f"{name} {' and '.join(sorted(seen))}" for name, seen in versions.items())
 
 
 def _power_note(chapter: Chapter, records: Sequence[Record]) -> list[str]:

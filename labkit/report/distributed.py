@@ -9,7 +9,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from labkit import accounting
-from labkit.configs import STEP_PARTS, model_config
+from labkit.configs import STEP_8B_WAYS, STEP_PARTS, model_config
 from labkit.report import figures
 from labkit.report.frame import cell, select, size_name, usable
 from labkit.report.text import gib, number, percent
@@ -230,8 +230,9 @@ BOARD = {
 
 
 def board(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the ways of the step of 8.1 B, in the order in which one part follows another."""
+    """Returns all ways of the step of 8.1 B, measured or not."""
+    measured = {row["phase"]: row for row in rows.to_dict("records")}
     return pd.DataFrame(
-        {"way": row["phase"]} | {name: cell(row, *how) for name, how in BOARD.items()}
-        for row in rows.to_dict("records")
+        {"way": way} | {name: cell(measured.get(way), *how) for name, how in BOARD.items()}
+        for way in STEP_8B_WAYS
     )

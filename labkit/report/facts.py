@@ -356,19 +356,6 @@ def beside(
     return joined.assign(ratio=joined[f"published_{value}"] / joined[column] * unit)
 
 
-def above_ours(joined: pd.DataFrame) -> Fact:
-    """Returns how many published values are above ours, of the rows that `beside` gives: above,
-    total.
-    """
-    if joined.empty:
-        return Fact("", missing="a case for which a value is published")
-    numbers = {
-        "above": Quantity(int((joined["ratio"] > 1).sum()), "count"),
-        "total": Quantity(len(joined), "count"),
-    }
-    return Fact("", numbers)
-
-
 def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **texts: str) -> str:
     """Returns a fact as a sentence.
 
