@@ -110,8 +110,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Skips a test marked `gpu` without a GPU, or without one of the `capability` that the mark
-    asks for.
+    """Skips a test marked `gpu` without a GPU, without one of the `capability` that the mark asks
+    for, or, where it compares times (`alone`), beside other tests.
     """
     if marker := item.get_closest_marker("gpu"):
         import torch
@@ -122,6 +122,8 @@ def pytest_runtest_setup(item):
         asked = marker.kwargs.get("capability", found)
         if found != asked:
             pytest.skip(f"needs a GPU of compute capability {asked}")
+        if marker.kwargs.get("alone") and "PYTEST_XDIST_WORKER" in os.environ:
+            pytest.skip("needs the GPU alone: without -n")
 
 
 def pytest_terminal_summary(terminalreporter):

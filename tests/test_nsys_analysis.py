@@ -131,7 +131,7 @@ def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path, m
     assert os.environ.get("HOME", "/root") + "/" not in text and "/tmp/" not in text
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_nsys_and_torch_profiler_give_the_same_table():
     nsys = Nsys.find()
     if failure := nsys.failure() if nsys else "not found":

@@ -162,7 +162,7 @@ def test_a_replay_counts_as_the_calls_that_it_holds_and_a_long_one_is_made_twice
     assert telemetry["num_calls"] == 2 and metrics["sustained_ms"] == pytest.approx(5000.0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
     from labkit.monitor import nvml_handle, open_nvml
 

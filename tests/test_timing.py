@@ -230,7 +230,7 @@ def negate(target: torch.Tensor, source: torch.Tensor) -> None:
     torch.neg(source, out=target)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_the_methods_agree_on_known_bytes():
     """Moving gigabytes is all device time: launch, events and a cold cache are about a hundredth of
     it; a graph's sample is one call, however many inputs rotate.
