@@ -127,13 +127,6 @@ _OPERATOR_PATTERNS = (
     ),
 )
 
-# Copies that change the dtype: PyTorch casts to 16 bits by kernels of their own, from 16 bits by
-# its general copy with a cast on load.
-_CAST = re.compile(
-    r"float\w*_copy_kernel|direct_copy.*LoadWithCast|templated.*direct_copy|^aten::_to_copy$",
-    re.DOTALL,
-)
-
 
 def classify(name: str, kind: str = "kernel") -> str:
     """Returns the class, one of CLASSES, of a kernel or of a CPU operator ("aten::mm") by its name.
@@ -150,11 +143,6 @@ def classify(name: str, kind: str = "kernel") -> str:
         if re.search(pattern, name):
             return kernel_class
     return "other"
-
-
-def is_cast(name: str) -> bool:
-    """Returns whether a kernel or operator of this name copies a tensor to another dtype."""
-    return _CAST.search(name) is not None
 
 
 def short_name(name: str) -> str:
@@ -208,14 +196,12 @@ class Trace:
         operations: one row per kernel, copy or CPU operator, on a process's thread; `launched_ns`
             (host) is NaN where no launch is known.
         ranges: name, start_ns, end_ns, process, thread.
-        total_ns: sum of the kernels' (operators') times in the capture, to check the table against.
     """
 
     source: str
     version: str
     operations: pd.DataFrame
     ranges: pd.DataFrame
-    total_ns: int
 
 
 def _trace(source: str, version: str, operations: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
@@ -228,7 +214,7 @@ def _trace(source: str, version: str, operations: pd.DataFrame, ranges: pd.DataF
     for frame in (operations, ranges):
         if (frame["start_ns"] > frame["end_ns"]).any():
             raise ProfileError("has an event that ends before it starts")
-    return Trace(source, version, operations, ranges, int(kernels["duration_ns"].sum()))
+    return Trace(source, version, operations, ranges)
 
 
 def _with_launches(operations: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
