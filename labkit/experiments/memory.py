@@ -90,7 +90,7 @@ def cases(
     for part, code in PARTS:
         if code not in grid.block_codes:
             continue
-        parameters = {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}
+        parameters = {"part": part, "code": code, **grid.block, "precision": "fp32"}
         block = Case("block", parameters, ("saved",), limit, compiles=code == "compiled")
         planned.append(block)
     for attention, plans in grid.checkpoint_plans.items():
