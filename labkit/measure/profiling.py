@@ -40,7 +40,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -467,39 +466,6 @@ def statistics_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     return result.sort_values("total_us", ascending=False, kind="stable").reset_index()
 
 
-class RangeMarker:
-    """Opens and closes ranges on the calling thread.
-
-    Args:
-        kind: "nvtx" (what nsys captures), "kineto" (what torch.profiler captures) or "none".
-
-    """
-
-    KINDS: ClassVar = {
-        "nvtx": torch.cuda.nvtx.range,
-        "kineto": torch.profiler.record_function,
-        "none": contextlib.nullcontext,
-    }
-
-    def __init__(self, kind: str):
-        self._range = self.KINDS[kind]
-        # Of all threads: while autograd's runs a backward pass, the one that called it waits.
-        self._open: list[contextlib.AbstractContextManager] = []
-
-    def __call__(self, name: str) -> contextlib.AbstractContextManager:
-        """Returns a range around a `with` block."""
-        return self._range(name)
-
-    def open(self, name: str) -> None:
-        """Opens a range inside those that this thread has open."""
-        self._open.append(self(name))
-        self._open[-1].__enter__()
-
-    def close(self) -> None:
-        """Closes the range that was opened last."""
-        self._open.pop().__exit__(None, None, None)
-
-
 def capture_with_kineto(
     function: Callable[[], None],
     device_kind: str,
@@ -510,7 +476,7 @@ def capture_with_kineto(
     """Calls `function` under torch.profiler and returns what it captured.
 
     Args:
-        function: marks its ranges with a RangeMarker of kind "kineto".
+        function: marks its ranges with `torch.profiler.record_function`.
         device_kind: "cuda" captures kernels, any other CPU operators.
         keep: where the trace is kept as a file; None deletes it. stacks: with the Python lines that
             call.
