@@ -13,7 +13,7 @@ output (once, for an all-reduce twice). An FFN layer's matrices count 2 bytes an
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from labkit.configs import ModelConfig, check_known
@@ -55,25 +55,21 @@ def num_matmul_parameters(config: ModelConfig) -> int:
     return config.num_layers * _block_matrix_parameters(config) + config.vocab_size * config.d_model
 
 
-def forward_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
-    """Returns FLOPs of one forward pass over batch × context tokens: 2 a parameter and token, and
-    4·B·T²·L times the heads' width of QKᵀ and PV, half of it when causal.
-    """
-    width = config.attention_widths[0]
-    attention = 4 * batch * context**2 * width * config.num_layers
-    return 2 * num_matmul_parameters(config) * batch * context + attention // (1 + causal)
-
-
 def phase_flops(
     config: ModelConfig, batch: int, context: int, phase: str, *, causal: bool
 ) -> int | None:
-    """Returns FLOPs of a phase, None for the optimizer step; raises ValueError for an unknown
-    phase.
+    """Returns FLOPs of a phase over batch × context tokens, None for the optimizer step; ValueError
+    for an unknown phase.
+
+    A forward pass has 2 a parameter and token, and 4·B·T²·L times the heads' width of QKᵀ and PV,
+    half of it when causal.
     """
     if phase == "optimizer_step":
         return None
     check_known("phase", phase, [*PHASE_FORWARDS, "optimizer_step"])
-    return PHASE_FORWARDS[phase] * forward_flops(config, batch, context, causal=causal)
+    products = 2 * num_matmul_parameters(config) * batch * context
+    attention = 4 * batch * context**2 * config.attention_widths[0] * config.num_layers
+    return PHASE_FORWARDS[phase] * (products + attention // (1 + causal))
 
 
 def parameter_bytes(config: ModelConfig) -> int:
@@ -371,16 +367,15 @@ def checkpoint_forwards(num_layers: int, plan: Sequence[int]) -> float:
     Once, and once more for each level of the plan, but a group that is itself grouped is recomputed
     without its last part: recomputing stops when it has all that the backward pass asks for.
     """
-    return 1 + _num_recomputed(num_layers, plan) / num_layers
-
-
-def _num_recomputed(num_blocks: int, plan: Sequence[int]) -> int:
-    if not plan:
-        return 0
-    size, *rest = plan
-    groups = _group_sizes(num_blocks, size)
-    left_out = sum(_group_sizes(group, rest[0])[-1] for group in groups) if rest else 0
-    return num_blocks - left_out + sum(_num_recomputed(group, rest) for group in groups)
+    num_recomputed = 0
+    groups = [num_layers]
+    for level, size in enumerate(plan):
+        parts = [_group_sizes(group, size) for group in groups]
+        num_recomputed += num_layers
+        if level > 0:
+            num_recomputed -= sum(sizes[-1] for sizes in parts)
+        groups = [*chain.from_iterable(parts)]
+    return 1 + num_recomputed / num_layers
 
 
 def _group_sizes(num_blocks: int, size: int) -> list[int]:

@@ -32,6 +32,7 @@ from labkit.configs import (
 if TYPE_CHECKING:
     from labkit.device import Device
     from labkit.experiments.sweep import Session
+    from labkit.report.chapter import Chapters
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -370,7 +371,8 @@ def compare(
 
     names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
     if sessions:
-        _compare_sessions((device or [REFERENCE_DEVICE])[0], names, output or FIGURES, check)
+        measured = report.side((device or [REFERENCE_DEVICE])[0], output, names)
+        _compare_sessions(measured, check)
         return
     devices = list(dict.fromkeys(device or []))
     if len(devices) < 2:
@@ -387,18 +389,15 @@ def compare(
         print(path)
 
 
-def _compare_sessions(device: str, names: Sequence[str], root: Path, check: bool) -> None:
-    from labkit.device import slug_of
-    from labkit.records import RecordStore, check_measured, folder_of
+def _compare_sessions(measured: "Chapters", check: bool) -> None:
+    from labkit.records import RecordStore
     from labkit.report import sessions as report
     from labkit.report.tables import to_markdown
 
-    slug = slug_of(device)
-    check_measured(slug, root)
-    chapters = {}
-    for name in names:
-        path = folder_of(root, slug, name) / "records" / f"{name}.jsonl"
-        chapters[name] = RecordStore(path).load()
+    chapters = {
+        name: RecordStore(chapter.folder / "records" / f"{name}.jsonl").load()
+        for name, chapter in measured.items()
+    }
     differences = report.differences(chapters)
     if differences.empty:
         print("No commit has a row of two sessions.")

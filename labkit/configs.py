@@ -5,12 +5,10 @@ Nothing here imports torch, so the command line and the report can name sizes wi
 """
 
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
-from functools import partial
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 BATCH_SIZE = 4
@@ -235,41 +233,18 @@ NORM_SETTINGS = {"centred": (0.0, 1e-5), "offset": (16.0, 1e-5), "small epsilon"
 """Inputs of a normalisation by name: (mean in standard deviations, epsilon)."""
 
 
-@dataclass(frozen=True)
-class Rivalry:
-    """A shape on which every implementation whose memory is linear is ranked: bf16, forward,
-    backward and both.
-    """
-
-    batch: int
-    heads: int
-    length: int
-    d_head: int
-    causal: bool
-
-
 class Grid:
     """The cases of one notebook in one profile; its attributes are the notebook's keys in
     `data/grids.toml`.
     """
 
 
-_CLASSES = {
-    "tiles_shape": Rivalry,
-    "rivalries": Rivalry,
-    "task": SimpleNamespace,
-    "block": SimpleNamespace,
-    "executions": partial(SimpleNamespace, sizes=()),
-}
-"""Of the keys whose tables have attributes; other tables are dicts."""
-
-
-def _grid_value(value, cls: Callable | None = None):
+def _grid_value(value):
+    """Returns a value of TOML with lists as tuples, and keys that are digits as numbers."""
     if isinstance(value, list):
-        return tuple(_grid_value(item, cls) for item in value)
+        return tuple(map(_grid_value, value))
     if isinstance(value, dict):
-        inner = {int(k) if k.isdigit() else k: _grid_value(v) for k, v in value.items()}
-        return cls(**inner) if cls else inner
+        return {int(k) if k.isdigit() else k: _grid_value(v) for k, v in value.items()}
     return value
 
 
@@ -285,8 +260,7 @@ def read_grids(text: str) -> dict[str, dict[str, Grid]]:
         grids[notebook] = {}
         for profile in PROFILES:
             table = tables["full"] | tables.get(profile, {})
-            values = {key: _grid_value(value, _CLASSES.get(key)) for key, value in table.items()}
-            grids[notebook][profile] = grid(**values)
+            grids[notebook][profile] = grid(**_grid_value(table))
     return grids
 
 

@@ -6,7 +6,6 @@ that keeps a quantity in that dtype. Library reductions do not: they add in fp32
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -85,51 +84,17 @@ def stall_value(term: float, dtype: torch.dtype) -> float:
     return 2.0 ** math.ceil(math.log2(2 * term / torch.finfo(dtype).eps))
 
 
-def _sequential(term: Tensor, num_terms: int, accumulator: torch.dtype, every: int) -> list[Tensor]:
-    total = torch.zeros((), dtype=accumulator, device=term.device)
-    sums = []
-    for num_added in range(1, num_terms + 1):
-        total += term
-        if num_added % every == 0:
-            sums.append(total.clone())
-    return sums
-
-
-def _kahan(term: Tensor, num_terms: int, accumulator: torch.dtype, every: int) -> list[Tensor]:
-    total, lost = (torch.zeros((), dtype=accumulator, device=term.device) for _ in range(2))
-    sums = []
-    for num_added in range(1, num_terms + 1):
-        corrected = term.to(accumulator) - lost
-        larger = total + corrected
-        lost = (larger - total) - corrected
-        total = larger
-        if num_added % every == 0:
-            sums.append(total)
-    return sums
-
-
-def _pairwise(term: Tensor, num_terms: int, accumulator: torch.dtype, every: int) -> list[Tensor]:
-    terms = term.to(accumulator).expand(num_terms)
-    return [tree_sum(terms[:num_added])[0] for num_added in range(every, num_terms + 1, every)]
-
-
-METHODS: dict[str, Callable[[Tensor, int, torch.dtype, int], list[Tensor]]] = {
-    "sequential": _sequential,
-    "kahan": _kahan,
-    "pairwise": _pairwise,
-}
+METHODS = ("sequential", "kahan", "pairwise")
 """Ways to add. kahan: carries what an addition loses to the next. pairwise: adds neighbours, then
 neighbouring sums.
 """
 
 
-def running_sums(
-    term: Tensor, num_terms: int, accumulator: torch.dtype, method: str, *, every: int = 1
-) -> Tensor:
-    """Returns the sums of so many copies of `term` for every multiple of `every` up to `num_terms`.
+def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method: str) -> Tensor:
+    """Returns the sums of 1, 2, … `num_terms` copies of `term`.
 
     Args:
-        term: a scalar; its dtype may be another than the accumulator's, which the result has.
+        term: a scalar; its dtype may be narrower than the accumulator's, which the result has.
         method: one of METHODS.
 
     Raises ValueError for another method.
@@ -138,7 +103,21 @@ def running_sums(
     not n).
     """
     check_known("method", method, METHODS)
-    return torch.stack(METHODS[method](term, num_terms, accumulator, every))
+    if method == "pairwise":
+        terms = term.to(accumulator).expand(num_terms)
+        return torch.cat([tree_sum(terms[:num_added]) for num_added in range(1, num_terms + 1)])
+    total, lost = (torch.zeros((), dtype=accumulator, device=term.device) for _ in range(2))
+    sums = []
+    for _ in range(num_terms):
+        if method == "kahan":
+            corrected = term.to(accumulator) - lost
+            larger = total + corrected
+            lost = (larger - total) - corrected
+            total = larger
+        else:
+            total = total + term
+        sums.append(total)
+    return torch.stack(sums)
 
 
 def tree_sum(x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def trace_of(names: list[str], failure: str = "") -> Trace:
             moment += 10
     columns = ["name", "start_ns", "end_ns", "process", "thread"]
     table = pd.DataFrame(ranges, columns=columns).sort_values("start_ns")
-    return Trace("nsys", "2025.3.1", pd.DataFrame(operations), table, 5 * len(operations))
+    return Trace("nsys", "2025.3.1", pd.DataFrame(operations), table)
 
 
 class FakeNsys:
@@ -120,7 +120,6 @@ def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path, m
         assert sum(classes["launches"]) == metrics["num_launches"]
         assert sum(ranges["launches"]) == metrics["num_launches_with_ranges"]
         assert metrics["step_kernel_ms"] < metrics["step_projected_ms"]
-        assert metrics["num_casts"] > 0
         assert ("backward_kernel_ms" in metrics) == (record.phase == "train_step")
     written = {path.name for path in (folder / "tables").glob("02_*.csv")}
     assert {"02_profiles.csv", "02_classes.csv", "02_kernels.csv", "02_attention.csv"} <= written

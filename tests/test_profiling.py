@@ -59,7 +59,7 @@ def test_the_fixture_has_five_steps_each_one_matmul_and_one_softmax_and_three_ma
     outside = kernels[kernels["range"] == OUTSIDE]["kernel_class"].tolist()
     assert outside == ["elementwise", "matmul", "matmul", "matmul"]
     total_us = statistics_by(kernels, ["range"])["total_us"].sum()
-    assert trace.total_ns == kernels["duration_ns"].sum() == pytest.approx(total_us * 1e3)
+    assert kernels["duration_ns"].sum() == pytest.approx(total_us * 1e3)
 
 
 def test_a_launch_lies_in_the_ranges_that_are_open():
@@ -84,7 +84,7 @@ def test_a_launch_lies_in_the_ranges_that_are_open():
         for n, (thread, launched) in enumerate(expected)
     ]
     ranges = pd.DataFrame(ranges, columns=columns)
-    trace = Trace("nsys", "", pd.DataFrame(operations), ranges, 1)
+    trace = Trace("nsys", "", pd.DataFrame(operations), ranges)
     assert launches(trace, PHASES)["path"].tolist() == list(expected.values())
 
 
@@ -155,7 +155,7 @@ def test_a_trace_with_cuda_kernels_is_read_by_correlation(tmp_path):
     path.write_text(json.dumps({"traceEvents": events}))
     trace = read_chrome_trace(path)
     table = launches(trace, PHASES, KERNEL_CLASSES)
-    assert trace.source == "kineto" and trace.total_ns == 10_500
+    assert trace.source == "kineto"
     assert table["kernel_class"].tolist() == ["attention", "matmul"]
     assert table["path"].tolist() == [("step 0", "forward"), ("step 0", "backward")]
     assert table["start_ns"].tolist()[0] == 20_001

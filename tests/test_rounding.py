@@ -26,7 +26,7 @@ def test_a_sum_stalls_where_half_the_spacing_reaches_the_term(term, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_better_addition_ends_within_two_spacings_of_the_exact_sum(method, dtype):
     term = torch.tensor(0.01, dtype=dtype)
-    sums = numerics.running_sums(term, 1000, dtype, method, every=100).double()
+    sums = numerics.running_sums(term, 1000, dtype, method)[99::100].double()
     exact = float(term) * torch.arange(100, 1001, 100)
     allowed = torch.tensor([2 * numerics.spacing(float(value), dtype) for value in exact])
     assert ((sums - exact).abs() <= allowed).all()

@@ -31,7 +31,7 @@ def traced(rows, length=40, source="kineto", messages=()):
         pd.DataFrame({"name": name, "start_ns": begins + begin * MS, "end_ns": begins + end * MS})
         for name, begin, end in (("step", 0, 0), *messages)
     )
-    return steps_of(Trace(source, "", pd.concat(frames), ranges, 0))
+    return steps_of(Trace(source, "", pd.concat(frames), ranges))
 
 
 @pytest.mark.parametrize(

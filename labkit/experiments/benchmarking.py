@@ -80,11 +80,11 @@ def cases(
     for shape in itertools.product(grid.course_sizes, grid.course_contexts):
         add("course", step_parameters(*shape, "fp32", attention="course"), COURSE_PHASES)
     for way in grid.executions:
-        is_fused = way.impl == "fused"
-        how = {"compile": way.compile, "impl": way.impl}
+        is_fused = way["impl"] == "fused"
+        how = {"compile": way["compile"], "impl": way["impl"]}
         how["attention"] = "auto" if is_fused else "eager"  # the fused model has ours
-        compiles = is_fused or way.compile != "none"
-        shapes = (way.sizes or grid.execution_sizes, way.contexts, way.precisions)
+        compiles = is_fused or way["compile"] != "none"
+        shapes = (way.get("sizes", grid.execution_sizes), way["contexts"], way["precisions"])
         for shape in itertools.product(*shapes):
             step = step_parameters(*shape, **how)
             add("execution", step, EXECUTION_PHASES, grid.sustained_executions, compiles=compiles)

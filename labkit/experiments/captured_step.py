@@ -13,34 +13,47 @@ import gc
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from labkit.device import Device, detect
 from labkit.experiments.sections import empty_cache, freeze_modules
 from labkit.experiments.step import Step, step_parameters
 from labkit.measure import profiling
-from labkit.measure.profiling import Nsys, RangeMarker, Trace
+from labkit.measure.profiling import Nsys, Trace
 from labkit.measure.timing import collector_paused, synchronize
 from labkit.models import transformer
 
 NUM_WARMUP = 1
 
+Marker = Callable[[str], contextlib.AbstractContextManager]
+"""Gives a range of this name, which a profiler captures, around a `with` block."""
+
 
 @contextlib.contextmanager
-def marked(step: Step, marker: RangeMarker) -> Iterator[None]:
+def marked(step: Step, marker: Marker) -> Iterator[None]:
     """Marks in this context the blocks, the parts of model and blocks by their names, and of
     attention the "core" between its projections.
     """
     model = step.model
     handles = []
+    # Of all threads: while autograd's runs a backward pass, the one that called it waits.
+    ranges: list[contextlib.AbstractContextManager] = []
+
+    def enter(name: str) -> None:
+        ranges.append(marker(name))
+        ranges[-1].__enter__()
+
+    def leave(*_) -> None:
+        ranges.pop().__exit__(None, None, None)
 
     def mark(module: torch.nn.Module, name: str) -> None:
-        handles.append(module.register_forward_pre_hook(lambda *_: marker.open(name)))
-        handles.append(module.register_forward_hook(lambda *_: marker.close(), always_call=True))
+        handles.append(module.register_forward_pre_hook(lambda *_: enter(name)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
 
     def attention(*tensors: torch.Tensor, causal: bool) -> torch.Tensor:
         with marker("core"):
@@ -49,8 +62,8 @@ def marked(step: Step, marker: RangeMarker) -> Iterator[None]:
     for number, block in enumerate(model.blocks):
         name = f"block {number}"
         mark(block, name)
-        opening = block.register_full_backward_pre_hook(lambda *_, name=name: marker.open(name))
-        handles += [opening, block.register_full_backward_hook(lambda *_: marker.close())]
+        handles.append(block.register_full_backward_pre_hook(lambda *_, name=name: enter(name)))
+        handles.append(block.register_full_backward_hook(leave))
     for module in (model, *model.blocks):
         for name, part in module.named_children():
             mark(part, name)
@@ -66,7 +79,7 @@ def marked(step: Step, marker: RangeMarker) -> Iterator[None]:
             handle.remove()
 
 
-def capture_steps(step: Step, phase: str, marker: RangeMarker) -> None:
+def capture_steps(step: Step, phase: str, marker: Marker) -> None:
     """Runs a phase unmarked, on memory that no earlier phase holds, and then the two steps to be
     captured, "step 0 …" with every range and "step 1 …" with the phases'.
 
@@ -90,7 +103,7 @@ def capture_steps(step: Step, phase: str, marker: RangeMarker) -> None:
         del values  # before the next step is captured
 
 
-def run_cases(device: Device, cases: Sequence[Sequence[str]], marker: RangeMarker) -> None:
+def run_cases(device: Device, cases: Sequence[Sequence[str]], marker: Marker) -> None:
     """Runs the captured steps of each case, (size, context, precision, attention, phase)."""
     for shape, same in itertools.groupby(cases, key=lambda case: case[:-1]):
         with contextlib.closing(Step(device, parameters_of(*shape))) as step:
@@ -128,7 +141,7 @@ def capture(
     if nsys:
         command = [sys.executable, "-m", __name__, *itertools.chain.from_iterable(cases)]
         return nsys.capture(command, **options)
-    run = functools.partial(run_cases, device, cases, RangeMarker("kineto"))
+    run = functools.partial(run_cases, device, cases, record_function)
     options.pop("timeout_s", None)
     return profiling.capture_with_kineto(run, device.kind, **options)
 
@@ -145,7 +158,7 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
 def main(words: Sequence[str]) -> None:
     """Runs the cases that the words name, five each; a last range names what failed."""
     device = detect()
-    marker = RangeMarker("nvtx" if device.kind == "cuda" else "none")
+    marker = torch.cuda.nvtx.range if device.kind == "cuda" else record_function
     freeze_modules()
     try:
         cases = [words[first : first + 5] for first in range(0, len(words), 5)]

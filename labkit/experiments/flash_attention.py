@@ -19,7 +19,7 @@ import torch
 import triton.errors
 
 from labkit import numerics
-from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid, Rivalry
+from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
@@ -58,19 +58,20 @@ def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Cas
         impls = IMPLEMENTATIONS["weighted_sum"]
         planned.append(contest_case("weighted_sum", "weighted_sum", parameters, impls, **limits))
     for tile in grid.tiles:
-        parameters = _shape(grid.tiles_shape, "bf16") | dict(zip(TILE_FIELDS, tile, strict=True))
+        parameters = {**grid.tiles_shape, "precision": "bf16"}
+        parameters |= zip(TILE_FIELDS, tile, strict=True)
         planned.append(Case("tiles", parameters, ("forward",), **limits))
     sustained = [f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained]
     ranking = {"is_ranking": True, "sustained": tuple(sustained), "compiles": True}
     ranking |= {**timeout, "time_limit_s": grid.rivals_time_limit_s}
     narrowable: list[Case] = [
-        contest_case("rivals", "attention", _shape(shape, "bf16"), grid.rivals, **ranking)
+        contest_case("rivals", "attention", {**shape, "precision": "bf16"}, grid.rivals, **ranking)
         for shape in grid.rivalries
     ]
     narrowable += _speed_cases(grid, limits)
     for precision, impls in grid.memory_impls.items():
         for impl, length in itertools.product(impls, grid.memory_lengths):
-            shape = _shape(Rivalry(1, 1, length, grid.memory_d_head, True), precision)
+            shape = _one_head(length, grid.memory_d_head, precision)
             parameters = {**shape, "impl": impl}
             phases = ("forward", "forward_backward")
             narrowable.append(Case("memory", parameters, phases, **timeout, compiles=True))
@@ -81,8 +82,10 @@ def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Cas
     return planned
 
 
-def _shape(shape: Rivalry, precision: str) -> dict:
-    return {**dataclasses.asdict(shape), "precision": precision}
+def _one_head(length: int, d_head: int, precision: str, causal: bool = True) -> dict:
+    """Returns the parameters of attention at batch 1 with one head."""
+    shape = {"batch": 1, "heads": 1, "length": length, "d_head": d_head}
+    return {**shape, "causal": causal, "precision": precision}
 
 
 def _speed_cases(grid: Grid, limits: dict) -> Iterator[Case]:
@@ -90,7 +93,7 @@ def _speed_cases(grid: Grid, limits: dict) -> Iterator[Case]:
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
             here = [impl for impl in impls if length in _lengths(grid, impl, precision, d_head)]
-            shape = _shape(Rivalry(1, 1, length, d_head, True), precision)
+            shape = _one_head(length, d_head, precision)
             if here:
                 in_turn = [impl for impl in here if impl not in MATERIALISING]
                 case = {**shape, "timed": IN_TURN}
@@ -115,7 +118,7 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     from the last; on the host, so that every device shows the same case.
     """
     p = case.parameters
-    shape = _shape(Rivalry(1, 1, p["length"], p["d_head"], p["causal"]), p["precision"])
+    shape = _one_head(p["length"], p["d_head"], p["precision"], p["causal"])
     operation = new_attention(dataclasses.replace(device, kind="cpu"), shape)
     q, k, v = (x.detach() for x in operation.inputs.values())
     options = {"scale": p["d_head"] ** -0.5, "left": -1, "right": 0 if p["causal"] else -1}

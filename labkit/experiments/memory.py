@@ -90,7 +90,7 @@ def cases(
     for part, code in PARTS:
         if code not in grid.block_codes:
             continue
-        parameters = {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}
+        parameters = {"part": part, "code": code, **grid.block, "precision": "fp32"}
         block = Case("block", parameters, ("saved",), limit, compiles=code == "compiled")
         planned.append(block)
     for attention, plans in grid.checkpoint_plans.items():
@@ -136,12 +136,12 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     step.loss_on(step.tokens[:1, :16], step.targets[:1, :16]).backward()
     _make_state(step, phase)
     empty_cache(step.device)
-    usage = measure_usage(getattr(step, phase), step.device.kind)
-    if phase != "inference" and not torch.isfinite(usage.result):
-        raise AssertionError(f"the loss is {usage.result.item()}")
+    used_bytes, result = measure_usage(getattr(step, phase), step.device.kind)
+    if phase != "inference" and not torch.isfinite(result):
+        raise AssertionError(f"the loss is {result.item()}")
     step.model.zero_grad()
     resident_bytes = num_bytes(resident(step))
-    peak_bytes = resident_bytes + usage.peak_bytes
+    peak_bytes = resident_bytes + used_bytes
     if step.device.kind == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated()
     metrics = {"resident_bytes": resident_bytes, "peak_bytes": peak_bytes}
@@ -168,7 +168,6 @@ def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     peak = events.index(history.peak_position + 1)
     metrics = {
         "peak_bytes": history.peak_bytes,
-        "reported_peak_bytes": history.reported_peak_bytes,
         "num_events": history.num_events,
         "num_allocations": sum(one.begin != BEFORE for one in history.allocations),
     }

@@ -128,7 +128,7 @@ def cases(
         parameters = step_parameters(size, grid.operator_context, precision)
         planned.append(Case("operators", parameters, OPERATOR_PHASES, limit))
     for precision in grid.trainings:
-        parameters = {"precision": precision, **vars(grid.task)}
+        parameters = {"precision": precision, **grid.task}
         planned.append(Case("training", parameters, ("training",), limit))
     return planned
 

@@ -191,7 +191,6 @@ def _step_tables(marked: pd.DataFrame, plain: pd.DataFrame) -> tuple[dict, dict]
     metrics = {
         **_times(plain, "step"),
         "num_launches": len(kernels),
-        "num_casts": int(kernels["name"].map(profiling.is_cast).sum()),
         "num_launches_with_ranges": len(marked_kernels),
     }
     for phase, rows in plain.groupby("phase"):

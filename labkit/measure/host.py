@@ -6,7 +6,6 @@ differ by up to 2×. These four times say which host a session had.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -68,18 +67,6 @@ def unavailable(name: str, device_kind: str) -> str | None:
     return None if device_kind == "cuda" else f"Triton launches on CUDA only; this is {device_kind}"
 
 
-def _work(name: str, device_kind: str) -> Callable[[], None]:
-    """Returns what makes NUM_CALLS of a probe's calls in a row."""
-    call = _CALLS[name]
-    x = torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
-
-    def calls() -> None:
-        for _ in itertools.repeat(None, NUM_CALLS):
-            call(x)
-
-    return calls
-
-
 def probe(name: str, device_kind: str) -> Timing:
     """Returns the host's time of one call, the device not waited for; a sample is the mean of
     NUM_CALLS in a row.
@@ -88,13 +75,19 @@ def probe(name: str, device_kind: str) -> Timing:
         name: one of PROBES that is not `unavailable`; device_kind: where the operand is.
     """
 
+    call = _CALLS[name]
+    x = torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
+
+    def calls() -> None:
+        for _ in itertools.repeat(None, NUM_CALLS):
+            call(x)
+
     def drained() -> tuple:
         synchronize(device_kind)
         return ()
 
     # To the timer this is work of the CPU, so it does not wait for the device; `drained` does,
     # before each sample.
-    work = _work(name, device_kind)
-    timing = time_callable(work, inputs=drained, device_kind="cpu", time_limit_s=0.2)
+    timing = time_callable(calls, inputs=drained, device_kind="cpu", time_limit_s=0.2)
     one = tuple(sample_ms / NUM_CALLS for sample_ms in timing.samples_ms)
     return replace(timing, samples_ms=one, host_ms=one)

@@ -7,8 +7,8 @@ backward.
 | cpu  | the profiler's memory events: every allocation and free of PyTorch's CPU allocator |
 
 Both give every allocation and free in order: a `History`, which can be drawn. Its bytes are those
-that tensors asked for; those of `Usage` are CUDA's blocks, which are larger by up to 512 bytes, or
-by up to 1 MiB where a cached block stays unsplit.
+that tensors asked for; those of `measure_usage` are CUDA's blocks, which are larger by up to 512
+bytes, or by up to 1 MiB where a cached block stays unsplit.
 """
 
 import contextlib
@@ -67,13 +67,11 @@ class History:
         allocations: in the order in which they were made; those from before come first.
         num_events: how many allocations and frees were recorded.
         marks: (name, position of the first event after the moment), in order.
-        reported_peak_bytes: the peak as the allocator itself reports it; None where it does not.
     """
 
     allocations: list[Allocation]
     num_events: int
     marks: list[tuple[str, int]] = field(default_factory=list)
-    reported_peak_bytes: int | None = None
 
     def totals(self, allocations: Sequence[Allocation] | None = None) -> np.ndarray:
         """Returns the bytes in use at the start and after each event, by these allocations or by
@@ -235,24 +233,9 @@ def frame_text(frames: Sequence[dict]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Bytes that a call took beyond what was in use before it.
-
-    Attributes:
-        peak_bytes: the most at any moment of the call.
-        kept_bytes: still in use after it, with its result; negative if the call freed more than it
-            allocated.
-        result: what it returned.
-    """
-
-    peak_bytes: int
-    kept_bytes: int
-    result: Any
-
-
-def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
-    """Returns the bytes that one call of `function` takes.
+def measure_usage(function: Callable[[], Any], device_kind: str) -> tuple[int, Any]:
+    """Returns the most bytes that a call of `function` takes at any moment, beyond what was in use
+    before, and its result.
 
     Args:
         device_kind: "cuda" (by the caching allocator's counters) or "cpu" (by the profiler's memory
@@ -262,20 +245,13 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
     if device_kind == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()
+        before = torch.cuda.memory_allocated()
         result = function()
-        torch.cuda.synchronize()
-        after = torch.cuda.memory_stats()
-        allocated = "allocated_bytes.all.current"
-        return Usage(
-            peak_bytes=after["allocated_bytes.all.peak"] - before[allocated],
-            kept_bytes=after[allocated] - before[allocated],
-            result=result,
-        )
+        return torch.cuda.max_memory_allocated() - before, result
     with Recorder(device_kind) as recorder:
         result = function()
-    totals = recorder.history.totals() - recorder.history.totals()[0]
-    return Usage(int(totals.max()), int(totals[-1]), result)
+    history = recorder.history
+    return history.peak_bytes - int(history.totals()[0]), result
 
 
 _MARK = "labkit mark: "
@@ -285,10 +261,8 @@ _MARK = "labkit mark: "
 class Recorder:
     """Records every allocation and free while a `with` block runs; `history` holds them afterwards.
 
-    On CUDA `history.reported_peak_bytes` is the allocator's own count of the bytes asked for, and
-    the history includes all that was in use before. On the CPU it comes from the profiler's running
-    total, and of what was in use before the history includes `resident` and whatever was freed in
-    the block.
+    Of what was in use before, the history includes all on CUDA; on the CPU `resident` and whatever
+    was freed in the block.
 
     Args:
         device_kind: "cuda" or "cpu".
@@ -321,7 +295,6 @@ class Recorder:
             torch.cuda.memory._record_memory_history(None)
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
             self._first_event = self._num_allocator_events()
-            torch.cuda.reset_peak_memory_stats()
         else:
             self._profile = profile(profile_memory=True)
             self._profile.__enter__()
@@ -340,13 +313,10 @@ class Recorder:
 
     def _cuda_history(self) -> History:
         torch.cuda.synchronize()
-        history = _history(torch.cuda.memory._snapshot(), torch.cuda.current_device())
-        history.reported_peak_bytes = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-        return history
+        return _history(torch.cuda.memory._snapshot(), torch.cuda.current_device())
 
     def _cpu_history(self) -> History:
         events = []
-        totals = []  # as the profiler reports them
         tree = self._profile.kineto_results.experimental_event_tree()
         for event in sorted(_flat(tree), key=lambda event: event.start_time_ns):
             if event.name.startswith(_MARK):
@@ -354,15 +324,8 @@ class Recorder:
             elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
                 memory = event.extra_fields
                 events.append((memory.ptr, memory.alloc_size, ""))
-                totals.append(memory.total_allocated)
         before = self._resident | in_use_before(events, {})
-        # The running total starts with the process's first profile, not with this one.
-        offset = sum(before.values()) - (totals[0] - events[0][1] if events else 0)
-        return History(
-            pair_events(events, before),
-            len(events),
-            reported_peak_bytes=offset + max(totals, default=0),
-        )
+        return History(pair_events(events, before), len(events))
 
     @staticmethod
     def _num_allocator_events() -> int:

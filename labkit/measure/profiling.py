@@ -40,7 +40,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -127,13 +126,6 @@ _OPERATOR_PATTERNS = (
     ),
 )
 
-# Copies that change the dtype: PyTorch casts to 16 bits by kernels of their own, from 16 bits by
-# its general copy with a cast on load.
-_CAST = re.compile(
-    r"float\w*_copy_kernel|direct_copy.*LoadWithCast|templated.*direct_copy|^aten::_to_copy$",
-    re.DOTALL,
-)
-
 
 def classify(name: str, kind: str = "kernel") -> str:
     """Returns the class, one of CLASSES, of a kernel or of a CPU operator ("aten::mm") by its name.
@@ -150,11 +142,6 @@ def classify(name: str, kind: str = "kernel") -> str:
         if re.search(pattern, name):
             return kernel_class
     return "other"
-
-
-def is_cast(name: str) -> bool:
-    """Returns whether a kernel or operator of this name copies a tensor to another dtype."""
-    return _CAST.search(name) is not None
 
 
 def short_name(name: str) -> str:
@@ -208,14 +195,12 @@ class Trace:
         operations: one row per kernel, copy or CPU operator, on a process's thread; `launched_ns`
             (host) is NaN where no launch is known.
         ranges: name, start_ns, end_ns, process, thread.
-        total_ns: sum of the kernels' (operators') times in the capture, to check the table against.
     """
 
     source: str
     version: str
     operations: pd.DataFrame
     ranges: pd.DataFrame
-    total_ns: int
 
 
 def _trace(source: str, version: str, operations: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
@@ -228,7 +213,7 @@ def _trace(source: str, version: str, operations: pd.DataFrame, ranges: pd.DataF
     for frame in (operations, ranges):
         if (frame["start_ns"] > frame["end_ns"]).any():
             raise ProfileError("has an event that ends before it starts")
-    return Trace(source, version, operations, ranges, int(kernels["duration_ns"].sum()))
+    return Trace(source, version, operations, ranges)
 
 
 def _with_launches(operations: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
@@ -481,39 +466,6 @@ def statistics_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     return result.sort_values("total_us", ascending=False, kind="stable").reset_index()
 
 
-class RangeMarker:
-    """Opens and closes ranges on the calling thread.
-
-    Args:
-        kind: "nvtx" (what nsys captures), "kineto" (what torch.profiler captures) or "none".
-
-    """
-
-    KINDS: ClassVar = {
-        "nvtx": torch.cuda.nvtx.range,
-        "kineto": torch.profiler.record_function,
-        "none": contextlib.nullcontext,
-    }
-
-    def __init__(self, kind: str):
-        self._range = self.KINDS[kind]
-        # Of all threads: while autograd's runs a backward pass, the one that called it waits.
-        self._open: list[contextlib.AbstractContextManager] = []
-
-    def __call__(self, name: str) -> contextlib.AbstractContextManager:
-        """Returns a range around a `with` block."""
-        return self._range(name)
-
-    def open(self, name: str) -> None:
-        """Opens a range inside those that this thread has open."""
-        self._open.append(self(name))
-        self._open[-1].__enter__()
-
-    def close(self) -> None:
-        """Closes the range that was opened last."""
-        self._open.pop().__exit__(None, None, None)
-
-
 def capture_with_kineto(
     function: Callable[[], None],
     device_kind: str,
@@ -524,7 +476,7 @@ def capture_with_kineto(
     """Calls `function` under torch.profiler and returns what it captured.
 
     Args:
-        function: marks its ranges with a RangeMarker of kind "kineto".
+        function: marks its ranges with `torch.profiler.record_function`.
         device_kind: "cuda" captures kernels, any other CPU operators.
         keep: where the trace is kept as a file; None deletes it. stacks: with the Python lines that
             call.
