@@ -332,7 +332,7 @@ def _fits_part(chapters: Chapters) -> list[str]:
         for size in sizes
     )
     text = (
-        "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer one "
+        "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer context "
         "failed. Recomputing is with SDPA's FlashAttention."
     )
     return _part("Will it fit?", table, text)
