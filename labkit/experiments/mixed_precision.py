@@ -91,12 +91,8 @@ LAST_STEPS = 0.1
 """The final loss is the mean over this share of the steps."""
 
 
-def cases(
-    profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
-) -> list[Case]:
-    """Returns the cases of `profile`, the steps narrowed to values of its grid where
-    asked.
-    """
+def cases(profile: str, device_kind: str) -> list[Case]:
+    """Returns the cases of `profile`."""
     grid = MIXED_PRECISION[profile]
     limit = grid.case_timeout_s
     planned = []
@@ -120,8 +116,7 @@ def cases(
             "features": features,
         }
         planned.append(Case("normalisation", parameters, ("error",), limit))
-    steps = itertools.product(sizes or grid.sizes, contexts or grid.contexts, MIXED_PRECISIONS)
-    for step in steps:
+    for step in itertools.product(grid.sizes, grid.contexts, MIXED_PRECISIONS):
         parameters = step_parameters(*step)
         planned.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
     for size, precision in itertools.product(grid.operator_sizes, OPERATOR_PRECISIONS):
