@@ -22,7 +22,6 @@ from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import attention_formula, by_formula, draw
 from labkit.experiments.sections import (
     empty_cache,
-    freeze_modules,
     memory_bytes,
     run_section,
     section,
@@ -127,7 +126,6 @@ class AttentionCall:
             x.requires_grad_()
         if self.is_compiled:
             load_compiler(device)
-            freeze_modules()
             torch.compiler.config.force_disable_caches = True
             torch._dynamo.utils.counters.clear()
             torch.compiler.reset()

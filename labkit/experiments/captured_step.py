@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from labkit.device import Device, detect
-from labkit.experiments.sections import empty_cache, freeze_modules
+from labkit.experiments.sections import empty_cache
 from labkit.experiments.step import Step, step_parameters
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, RangeMarker, Trace
@@ -146,7 +146,7 @@ def main(words: Sequence[str]) -> None:
     """Runs the cases that the words name, five each; a last range names what failed."""
     device = detect()
     marker = RangeMarker("nvtx" if device.kind == "cuda" else "none")
-    freeze_modules()
+    gc.freeze()  # otherwise each collection would walk through all modules
     try:
         cases = [words[first : first + 5] for first in range(0, len(words), 5)]
         run_cases(device, cases, marker)

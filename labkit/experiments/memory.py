@@ -9,7 +9,7 @@ Sections: "peaks" (every size, context and precision), "timeline" (every allocat
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pandas as pd
 import torch
@@ -19,7 +19,6 @@ from labkit.configs import MEMORY, ModelConfig
 from labkit.device import Device
 from labkit.experiments.sections import (
     empty_cache,
-    freeze_modules,
     num_bytes,
     run_section,
     section,
@@ -31,7 +30,7 @@ from labkit.experiments.step import (
     run_blocks,
     step_parameters,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun
+from labkit.experiments.sweep import Case, Measured
 from labkit.measure.memory import (
     BEFORE,
     Allocation,
@@ -269,9 +268,4 @@ SECTIONS = {
 }
 
 
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker
-    process.
-    """
-    freeze_modules()
-    yield from run_section(SECTIONS, case, ceilings)
+run_case = functools.partial(run_section, SECTIONS)

@@ -20,7 +20,7 @@ import torch
 from labkit.configs import NSYS_ANALYSIS
 from labkit.device import Device
 from labkit.experiments.captured_step import NUM_WARMUP, capture, parameters_of, words_of
-from labkit.experiments.sections import freeze_modules, run_section, section
+from labkit.experiments.sections import run_section, section
 from labkit.experiments.sweep import Case, Measured
 from labkit.kernels import KERNEL_CLASSES
 from labkit.measure import profiling
@@ -93,7 +93,6 @@ def is_timeline(parameters: dict) -> bool:
 
 def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
     """Returns what the capture of a phase gave."""
-    freeze_modules()
     nsys = Nsys.usable() if device.kind == "cuda" else None
     return _from_capture(nsys, device, case, phase)
 
