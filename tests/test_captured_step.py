@@ -24,10 +24,7 @@ from labkit.measure.profiling import OUTSIDE
 
 SHAPE = ("nano", "16", "fp32", "eager")
 
-
-@pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch, on_a_cpu):
-    monkeypatch.setattr(captured_step, "freeze_modules", lambda: None)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,7 @@ EXPERIMENTS = {
 }
 """Experiment, its cases in full, and a metric that each phase of them has."""
 
-
-@pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch, on_a_cpu):
-    monkeypatch.setattr(nsys_analysis, "freeze_modules", lambda: None)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 def test_its_step_has_its_own_optimizer():

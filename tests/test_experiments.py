@@ -1,7 +1,6 @@
 """What holds for the experiments of all notebooks: their cases, what they refuse, their size."""
 
 import importlib
-import inspect
 import json
 from collections import Counter
 
@@ -9,7 +8,8 @@ import pytest
 import torch
 
 from labkit import notebooks
-from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE, RequestError
+from labkit.configs import FIGURES, GRIDS, NARROWED, REFERENCE_DEVICE, RequestError
+from labkit.experiments.sweep import asked_cases
 from labkit.records import HOST_SECTION, RecordStore, folder_of
 
 PROFILES = ("smoke", "full", "key", "quick")
@@ -75,12 +75,14 @@ def test_the_only_gpu_of_a_machine_needs_no_ceilings_for_communication(monkeypat
 @pytest.mark.parametrize("notebook", GRIDS)
 def test_a_grid_is_narrowed_to_values_that_it_has(notebook, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    cases, grid = experiment_of(notebook).cases, GRIDS[notebook]["full"]
-    planned = keys(cases("full", "cuda"))
-    for option in list(inspect.signature(cases).parameters)[2:]:
+    experiment, grid = experiment_of(notebook), GRIDS[notebook]["full"]
+    planned = keys(experiment.cases("full", "cuda"))
+    for option in [option for option in NARROWED if hasattr(grid, option)]:
         smallest = min(getattr(grid, option)) if option != "sizes" else grid.sizes[0]
         narrowed = notebooks.narrowing(notebook, "full", {option: smallest})
-        fewer = keys(cases("full", "cuda", **narrowed))
-        assert 0 < len(fewer) < len(planned)
+        fewer = asked_cases(experiment, "full", "cuda", narrowed)
+        assert 0 < len(keys(fewer)) < len(planned)
+        key = option.removesuffix("s")
+        assert {case.parameters[key] for case in fewer if key in case.parameters} <= {smallest}
         with pytest.raises(RequestError, match="accepted: "):
             notebooks.narrowing(notebook, "full", {option: [smallest, "7"]})

@@ -20,11 +20,7 @@ from labkit.measure.profiling import Nsys, ProfileError, Trace
 NOTEBOOK = "02_nsys_analysis"
 CANARY = "a-canary-that-sings-in-no-file"
 
-
-@pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch, on_a_cpu):
-    # A worker ends without looking back; this process does not.
-    monkeypatch.setattr(experiment, "freeze_modules", lambda: None)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 def parameters(context=16, precision="fp32", attention="eager") -> dict:

@@ -22,7 +22,6 @@ from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import attention_formula, by_formula, draw
 from labkit.experiments.sections import (
     empty_cache,
-    freeze_modules,
     memory_bytes,
     run_section,
     section,
@@ -67,10 +66,8 @@ measurement.
 """
 
 
-def cases(
-    profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()
-) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
+def cases(profile: str, device_kind: str) -> list[Case]:
+    """Returns the cases of `profile`."""
     grid = ATTENTION[profile]
     limits = {"timeout_s": grid.case_timeout_s, "time_limit_s": grid.time_limit_s}
     planned = ceiling_cases(tuple(grid.series), grid.case_timeout_s)
@@ -78,9 +75,8 @@ def cases(
     def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:
         call = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
         call |= {"batch": ATTENTION_BATCH, **mask}
-        if (not lengths or length in lengths) and (not d_heads or d_head in d_heads):
-            options = {"stop_at_failure": True, "compiles": impl.startswith("compiled")}
-            planned.append(Case(section, call, PHASES, **limits, **options))
+        options = {"stop_at_failure": True, "compiles": impl.startswith("compiled")}
+        planned.append(Case(section, call, PHASES, **limits, **options))
 
     # A series of rising lengths after the other.
     for precision, impls in grid.series.items():
@@ -130,7 +126,6 @@ class AttentionCall:
             x.requires_grad_()
         if self.is_compiled:
             load_compiler(device)
-            freeze_modules()
             torch.compiler.config.force_disable_caches = True
             torch._dynamo.utils.counters.clear()
             torch.compiler.reset()

@@ -10,7 +10,7 @@ context and precision, eager), "warmup" (every step from a fresh process), "comp
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -44,10 +44,8 @@ NUM_QUEUED = 30
 """Calls between two readings of the independent measurement."""
 
 
-def cases(
-    profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
-) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
+def cases(profile: str, device_kind: str) -> list[Case]:
+    """Returns the cases of `profile`."""
     grid = BENCHMARKING[profile]
     methods = ("window", "graph", "flush") if device_kind == "cuda" else ("host",)
     timer = Case("timer", {"kind": "negate"}, (*methods, "independent"), grid.case_timeout_s)
@@ -57,8 +55,6 @@ def cases(
         """Plans a step, whose last phase is also sustained where `keys` have its size, context and
         precision.
         """
-        if (sizes and step["size"] not in sizes) or (contexts and step["context"] not in contexts):
-            return
         if (step["size"], step["context"], step["precision"]) in keys:
             options["sustained"] = phases[-1:]
         options = {"time_limit_s": grid.time_limit_s} | options

@@ -55,12 +55,11 @@ def cases(
     profile: str,
     device_kind: str,
     *,
-    sizes: Sequence[str] = (),
     world_sizes: Sequence[int] = (),
     workload: Sequence[str] = (),
 ) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to values of its grid where asked; "8b" only where
-    `workload` names it, and of the chapter its "collectives" alone where that is named.
+    """Returns the cases of `profile` on these numbers of ranks; "8b" only where `workload` names
+    it, and of the chapter its "collectives" alone where that is named.
     """
     grid = DISTRIBUTED[profile]
     limit_s = grid.case_timeout_s
@@ -92,7 +91,7 @@ def cases(
         parameters = {"world_size": world_size, "transport": transport}
         # A transport that fails here would fail for every phase, each in a launch of its own.
         planned.append(Case("collectives", parameters, phases, limit_s, stop_at_failure=True))
-    sizes = (sizes or grid.sizes) if is_whole else ()
+    sizes = grid.sizes if is_whole else ()
     for size, (precision, compile, batch, name) in itertools.product(sizes, grid.steps):
         # Without GPUs there are no copy engines, and no thread blocks.
         phases = tuple(

@@ -43,8 +43,8 @@ ALGORITHM = {"length": 96, "d_head": 16}
 TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
 
-def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
+def cases(profile: str, device_kind: str) -> list[Case]:
+    """Returns the cases of `profile`."""
     grid = FLASH_ATTENTION[profile]
     timeout = {"timeout_s": grid.case_timeout_s}
     limits = {**timeout, "time_limit_s": grid.time_limit_s, "compiles": True}
@@ -64,21 +64,16 @@ def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Cas
     sustained = [f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained]
     ranking = {"is_ranking": True, "sustained": tuple(sustained), "compiles": True}
     ranking |= {**timeout, "time_limit_s": grid.rivals_time_limit_s}
-    narrowable: list[Case] = [
-        contest_case("rivals", "attention", {**shape, "precision": "bf16"}, grid.rivals, **ranking)
-        for shape in grid.rivalries
-    ]
-    narrowable += _speed_cases(grid, limits)
+    for shape in grid.rivalries:
+        parameters = {**shape, "precision": "bf16"}
+        planned.append(contest_case("rivals", "attention", parameters, grid.rivals, **ranking))
+    planned += _speed_cases(grid, limits)
     for precision, impls in grid.memory_impls.items():
         for impl, length in itertools.product(impls, grid.memory_lengths):
             shape = _one_head(length, grid.memory_d_head, precision)
             parameters = {**shape, "impl": impl}
             phases = ("forward", "forward_backward")
-            narrowable.append(Case("memory", parameters, phases, **timeout, compiles=True))
-    for case in narrowable:
-        p = case.parameters
-        if (not lengths or p["length"] in lengths) and (not d_heads or p["d_head"] in d_heads):
-            planned.append(case)
+            planned.append(Case("memory", parameters, phases, **timeout, compiles=True))
     return planned
 
 

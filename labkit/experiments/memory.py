@@ -9,7 +9,7 @@ Sections: "peaks" (every size, context and precision), "timeline" (every allocat
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import pandas as pd
 import torch
@@ -19,7 +19,6 @@ from labkit.configs import MEMORY, ModelConfig
 from labkit.device import Device
 from labkit.experiments.sections import (
     empty_cache,
-    freeze_modules,
     num_bytes,
     run_section,
     section,
@@ -31,7 +30,7 @@ from labkit.experiments.step import (
     run_blocks,
     step_parameters,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun
+from labkit.experiments.sweep import Case, Measured
 from labkit.measure.memory import (
     BEFORE,
     Allocation,
@@ -68,23 +67,16 @@ by both.
 """
 
 
-def cases(
-    profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
-) -> list[Case]:
-    """Returns the cases of `profile`, those of the peaks narrowed to values of its grid
-    where asked.
-    """
+def cases(profile: str, device_kind: str) -> list[Case]:
+    """Returns the cases of `profile`."""
     grid = MEMORY[profile]
-    wanted_sizes = sizes or grid.sizes
-    wanted_contexts = contexts or grid.contexts
     limit = grid.case_timeout_s
     planned = []
-    for shape in itertools.product(wanted_sizes, wanted_contexts, grid.precisions):
+    for shape in itertools.product(grid.sizes, grid.contexts, grid.precisions):
         planned.append(Case("peaks", step_parameters(*shape), PEAK_PHASES, limit))
     for size, context, precision in grid.course:
-        if size in wanted_sizes and context in wanted_contexts:
-            parameters = step_parameters(size, context, precision, attention="course")
-            planned.append(Case("course", parameters, COURSE_PHASES, limit))
+        parameters = step_parameters(size, context, precision, attention="course")
+        planned.append(Case("course", parameters, COURSE_PHASES, limit))
     for shape in grid.timelines:
         planned.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))
     for part, code in PARTS:
@@ -275,9 +267,4 @@ SECTIONS = {
 }
 
 
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker
-    process.
-    """
-    freeze_modules()
-    yield from run_section(SECTIONS, case, ceilings)
+run_case = functools.partial(run_section, SECTIONS)

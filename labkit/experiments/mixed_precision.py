@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 
 import pandas as pd
@@ -31,7 +31,7 @@ from labkit.device import Device
 from labkit.experiments.sections import run_section, section
 from labkit.experiments.step import Step, open_step, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.models.transformer import TransformerLM, language_model_loss
+from labkit.models.transformer import TransformerLM
 from labkit.numerics import (
     DTYPES,
     NORMS,
@@ -91,12 +91,8 @@ LAST_STEPS = 0.1
 """The final loss is the mean over this share of the steps."""
 
 
-def cases(
-    profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
-) -> list[Case]:
-    """Returns the cases of `profile`, the steps narrowed to values of its grid where
-    asked.
-    """
+def cases(profile: str, device_kind: str) -> list[Case]:
+    """Returns the cases of `profile`."""
     grid = MIXED_PRECISION[profile]
     limit = grid.case_timeout_s
     planned = []
@@ -120,8 +116,7 @@ def cases(
             "features": features,
         }
         planned.append(Case("normalisation", parameters, ("error",), limit))
-    steps = itertools.product(sizes or grid.sizes, contexts or grid.contexts, MIXED_PRECISIONS)
-    for step in steps:
+    for step in itertools.product(grid.sizes, grid.contexts, MIXED_PRECISIONS):
         parameters = step_parameters(*step)
         planned.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
     for size, precision in itertools.product(grid.operator_sizes, OPERATOR_PRECISIONS):
@@ -328,7 +323,6 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
     """
     parameters = case.parameters
     model = step.model
-    scaler = step.scaler
     step.optimizer.param_groups[0]["lr"] = parameters["learning_rate"]
     num_tokens = parameters["num_tokens"]
     shape = (parameters["num_steps"], parameters["batch"], 1)
@@ -337,31 +331,23 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
     data = data.to(step.device.kind)
     # The embedding's rows are not all seen.
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
+    of_logits: deque[Tensor] = deque(maxlen=1)
+    model.head.register_full_backward_hook(lambda head, _, gradients: of_logits.extend(gradients))
     losses = []
-    num_skipped = 0
     looks = defaultdict(list)
     for number, sequences in enumerate(data):
-        step.optimizer.zero_grad()
-        with step.autocast():
-            logits = model(sequences[:, :-1])
-            loss = language_model_loss(logits, sequences[:, 1:])
-        logits.retain_grad()
-        scaler.scale(loss).backward()
+        step.tokens = sequences[:, :-1]
+        step.targets = sequences[:, 1:]
+        losses.append(step.train_step().item())
         if number % max(1, len(data) // NUM_LOOKS) == 0:
             looks["look_step"].append(number)
             looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))
-            looks["zero_logit_gradients"].append(_share([logits.grad == 0]))
-        scale = scaler.get_scale()
-        step.optimize()
-        num_skipped += scaler.get_scale() < scale
-        losses.append(loss.item())
+            looks["zero_logit_gradients"].append(_share([x == 0 for x in of_logits]))
     finite = [loss if math.isfinite(loss) else None for loss in losses]
     last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
     unmoved = [p == 1 for p in model.parameters() if p.dim() == 1]  # gains begin as 1
     metrics = {
         "final_loss": None if None in last else sum(last) / len(last),
-        "num_skipped_steps": num_skipped,
-        "final_loss_scale": scaler.get_scale(),
         "unmoved_gains": _share(unmoved),
     }
     live = {"precision": step.live_precision(), "size": model.config.name}

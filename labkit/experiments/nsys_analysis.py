@@ -12,7 +12,6 @@ runs as it would unmarked; what is inside which range comes from the first.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -21,7 +20,7 @@ import torch
 from labkit.configs import NSYS_ANALYSIS
 from labkit.device import Device
 from labkit.experiments.captured_step import NUM_WARMUP, capture, parameters_of, words_of
-from labkit.experiments.sections import freeze_modules, run_section, section
+from labkit.experiments.sections import run_section, section
 from labkit.experiments.sweep import Case, Measured
 from labkit.kernels import KERNEL_CLASSES
 from labkit.measure import profiling
@@ -58,13 +57,9 @@ class ProfiledCase(Case):
     together: tuple[tuple[str, ...], ...] = ()
 
 
-def cases(
-    profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
-) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
+def cases(profile: str, device_kind: str) -> list[Case]:
+    """Returns the cases of `profile`."""
     grid = NSYS_ANALYSIS[profile]
-    wanted_sizes = sizes or grid.sizes
-    wanted_contexts = contexts or grid.contexts
     planned: list[Case] = []
 
     def add(section: str, group: list[tuple[str, ...]], *phases: str) -> None:
@@ -75,9 +70,9 @@ def cases(
             case = ProfiledCase(section, parameters, phases, grid.case_timeout_s, **options)
             planned.append(case)
 
-    for size in wanted_sizes:
+    for size in grid.sizes:
         last = "forward_backward" if size in grid.without_optimizer else "train_step"
-        for context in wanted_contexts:
+        for context in grid.contexts:
             group = [
                 (size, str(context), precision, attention)
                 for precision in grid.precisions
@@ -86,8 +81,7 @@ def cases(
             ]
             add("profiles", group, "inference", last)
     for size, context in grid.course:
-        if size in wanted_sizes and context in wanted_contexts:
-            add("course", [(size, str(context), "fp32", "course")], "inference", "train_step")
+        add("course", [(size, str(context), "fp32", "course")], "inference", "train_step")
     return planned
 
 
@@ -99,7 +93,6 @@ def is_timeline(parameters: dict) -> bool:
 
 def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
     """Returns what the capture of a phase gave."""
-    freeze_modules()
     nsys = Nsys.usable() if device.kind == "cuda" else None
     return _from_capture(nsys, device, case, phase)
 

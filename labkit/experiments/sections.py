@@ -226,12 +226,3 @@ def empty_cache(device: Device) -> None:
     gc.collect()
     if device.kind == "cuda":
         torch.cuda.empty_cache()
-
-
-@functools.cache
-def freeze_modules() -> None:
-    """Excludes live objects, imported modules above all, from later garbage collections: every case
-    makes some.
-    """
-    gc.collect()
-    gc.freeze()

@@ -26,13 +26,14 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
@@ -391,6 +392,20 @@ def measuring_lock(device: Device, notebook: str, *, wait: bool = True) -> Itera
             del os.environ[LOCK_HELD]
 
 
+def asked_cases(
+    experiment: ModuleType, profile: str, device_kind: str, asked: Mapping[str, list]
+) -> list[Case]:
+    """Returns the cases of `profile` that have one of the values asked for, "sizes" of their
+    "size", or have no size.
+    """
+    planning = {name: asked[name] for name in ("world_sizes", "workload") if name in asked}
+    cases = experiment.cases(profile, device_kind, **planning)  # chapter 07 plans by them
+    for name in asked.keys() - planning:
+        key = name.removesuffix("s")
+        cases = [case for case in cases if case.parameters.get(key, asked[name][0]) in asked[name]]
+    return cases
+
+
 SHARED_S = 600.0
 """How long the host's probes and the ceilings of one chapter serve the others of a run; later the
 clocks and temperatures are others.
@@ -438,12 +453,12 @@ class Session:
                 f'to measure here, set device = "{THIS_DEVICE}"'
             )
         self.profile = chosen_profile(profile, self.device.default_profile)
-        narrowed = notebooks.narrowing(notebook, self.profile, options)
+        asked = notebooks.narrowing(notebook, self.profile, options)
         from labkit.measure.host import PROBES  # imports torch, as the experiment has
 
         self.cases: list[Case] = [
             Case(HOST_SECTION, {}, PROBES, 60.0),
-            *self.experiment.cases(self.profile, self.device.kind, **narrowed),
+            *asked_cases(self.experiment, self.profile, self.device.kind, asked),
         ]
         self.fresh = fresh
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
