@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 import pandas as pd
@@ -31,7 +31,7 @@ from labkit.device import Device
 from labkit.experiments.sections import run_section, section
 from labkit.experiments.step import Step, open_step, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.models.transformer import TransformerLM
+from labkit.models.transformer import TransformerLM, language_model_loss
 from labkit.numerics import (
     DTYPES,
     NORMS,
@@ -323,6 +323,7 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
     """
     parameters = case.parameters
     model = step.model
+    scaler = step.scaler
     step.optimizer.param_groups[0]["lr"] = parameters["learning_rate"]
     num_tokens = parameters["num_tokens"]
     shape = (parameters["num_steps"], parameters["batch"], 1)
@@ -331,23 +332,31 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
     data = data.to(step.device.kind)
     # The embedding's rows are not all seen.
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
-    of_logits: deque[Tensor] = deque(maxlen=1)
-    model.head.register_full_backward_hook(lambda head, _, gradients: of_logits.extend(gradients))
     losses = []
+    num_skipped = 0
     looks = defaultdict(list)
     for number, sequences in enumerate(data):
-        step.tokens = sequences[:, :-1]
-        step.targets = sequences[:, 1:]
-        losses.append(step.train_step().item())
+        step.optimizer.zero_grad()
+        with step.autocast():
+            logits = model(sequences[:, :-1])
+            loss = language_model_loss(logits, sequences[:, 1:])
+        logits.retain_grad()
+        scaler.scale(loss).backward()
         if number % max(1, len(data) // NUM_LOOKS) == 0:
             looks["look_step"].append(number)
             looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))
-            looks["zero_logit_gradients"].append(_share([x == 0 for x in of_logits]))
+            looks["zero_logit_gradients"].append(_share([logits.grad == 0]))
+        scale = scaler.get_scale()
+        step.optimize()
+        num_skipped += scaler.get_scale() < scale
+        losses.append(loss.item())
     finite = [loss if math.isfinite(loss) else None for loss in losses]
     last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
     unmoved = [p == 1 for p in model.parameters() if p.dim() == 1]  # gains begin as 1
     metrics = {
         "final_loss": None if None in last else sum(last) / len(last),
+        "num_skipped_steps": num_skipped,
+        "final_loss_scale": scaler.get_scale(),
         "unmoved_gains": _share(unmoved),
     }
     live = {"precision": step.live_precision(), "size": model.config.name}
