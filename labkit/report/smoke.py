@@ -1,8 +1,4 @@
-"""A CPU's report: one page of what ran, what is exact, and what the machine lacks. Small models
-teach nothing more.
-"""
-
-from collections import Counter
+"""A CPU's report: one page of what ran and what is exact. Small models teach nothing more."""
 
 import pandas as pd
 
@@ -38,8 +34,6 @@ EXACT = [
 metric that it equals.
 """
 
-MOST_LACKS = 6
-
 
 def page(chapters: Chapters) -> str:
     """Returns the page in Markdown, but for how the numbers were made."""
@@ -54,7 +48,6 @@ def page(chapters: Chapters) -> str:
     if len(ok_rows(steps)):
         table = tables.to_markdown(step_table(steps))
         sections["A training step"] = f"{table}\n\nCall time in ms, batch as recorded."
-    sections["What this machine lacks"] = "\n".join(f"- {line}" for line in missing(chapters))
     parts = [
         f"# {card.title(card.first_of(chapters))}",
         "A CPU runs the whole laboratory on models of a few million parameters. This page says "
@@ -86,17 +79,3 @@ def step_table(steps: pd.DataFrame) -> pd.DataFrame:
     table = pivot(shown, "size", "precision")
     table.insert(1, "context", shown.drop_duplicates("size")["context"].tolist())
     return table
-
-
-def missing(chapters: Chapters) -> list[str]:
-    """Returns why measurements were skipped, the most frequent reason first."""
-    reasons = Counter(
-        record.reason
-        for chapter in chapters.values()
-        for record in chapter.all_records()
-        if record.status == "skipped"
-    )
-    shown = reasons.most_common(MOST_LACKS)
-    lines = [f"{reason[:120]} ({count} measurements)" for reason, count in shown]
-    rest = reasons.total() - sum(count for _, count in shown)
-    return lines + ([f"other reasons ({rest} measurements)"] if rest else [])
