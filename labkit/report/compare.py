@@ -278,18 +278,15 @@ def by_chapter(comparison: Comparison) -> pd.DataFrame:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Returns what the comparison says in sentences: the roofs, the tally of each kind of time, the
-    extremes, and what fits on one device alone.
+    """Returns what the comparison says in sentences: the tally of each kind of time, the extremes,
+    and what fits on one device alone.
     """
     other = comparison.other
     unmarked = comparison.common[comparison.common["mark"] == ""]
     is_roof = unmarked["section"] == SESSION_SECTION
-    lines = []
-    for row in select(unmarked[is_roof], kind=verdicts.SUSTAINED).to_dict("records"):
-        interval = f"{times(row['ratio'])} ({span(row['low'], row['high'])})"
-        lines.append(f"{row['case']}, sustained: {other} is {interval} as fast.")
     # Of a kernel shorter than that a device's launch overhead is the larger part.
     measured = unmarked[~is_roof & (unmarked["base"] >= LEAST_MS)]
+    lines = []
     for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
         rows = select(measured, kind=kind)
         if len(rows):
