@@ -1,10 +1,8 @@
 """A CPU's report: one page of what ran and what is exact. Small models teach nothing more."""
 
-import pandas as pd
-
 from labkit.report import benchmarking, card, tables
 from labkit.report.chapter import Chapters
-from labkit.report.frame import in_order, ok_rows, pivot, select, usable
+from labkit.report.frame import ok_rows, pivot, select, usable
 
 EXACT = [
     (
@@ -46,8 +44,10 @@ def page(chapters: Chapters) -> str:
         table = roofs[["roof", "burst"]].rename(columns={"burst": "measured"})
         sections["Roofs"] = tables.to_markdown(table)
     if len(ok_rows(steps)):
-        table = tables.to_markdown(step_table(steps))
-        sections["A training step"] = f"{table}\n\nCall time in ms, batch as recorded."
+        context = ok_rows(steps)["context"].max()
+        table = tables.to_markdown(pivot(select(steps, context=context), "size", "precision"))
+        text = f"Call time in ms at context {context}, batch as recorded."
+        sections["A training step"] = f"{table}\n\n{text}"
     parts = [
         f"# {card.title(card.first_of(chapters))}",
         "A CPU runs the whole laboratory on models of a few million parameters. This page says "
@@ -68,14 +68,3 @@ def exact_lines(chapters: Chapters) -> list[str]:
             right = rows[metric] == rows[limit] if is_text else rows[metric] <= limit
             lines.append(f"- {right.sum()} of {len(rows)} {words}.")
     return lines
-
-
-def step_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the call time of a training step at the longest context of each size, by
-    precision.
-    """
-    longest = steps.groupby("size")["context"].transform("max")
-    shown = in_order(steps[steps["context"] == longest], ["size"])
-    table = pivot(shown, "size", "precision")
-    table.insert(1, "context", shown.drop_duplicates("size")["context"].tolist())
-    return table
