@@ -24,7 +24,6 @@ _PRECISION_AND_COMPILE = {
 
 _OPTIMIZER_STEP_INCLUDED = "published_script_also_runs_optimizer_step"
 _DIFFERENCE = "difference_of_two_timings"
-_WARMUP_STUDY = "warmup_study"
 
 _CAVEAT_OF_NOTE = {
     "prose_value": "quoted in prose, not in a table",
@@ -34,7 +33,7 @@ _CAVEAT_OF_NOTE = {
     _OPTIMIZER_STEP_INCLUDED: (
         "published as forward and backward, but the published script also steps the optimizer"
     ),
-    _WARMUP_STUDY: "from the warm-up study, a run apart from the main table",
+    "warmup_study": "from the warm-up study, a run apart from the main table",
 }
 
 # Notes whose rows must not be used.
@@ -143,16 +142,9 @@ def _row_in_labkit_vocabulary(row: dict) -> dict:
 def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
     # NaN where there is no time or no spread, and then above no threshold.
     relative_std = row["std_ms"] / row["mean_ms"]
-    steps_optimizer = _OPTIMIZER_STEP_INCLUDED in notes
     caveats = []
     if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward":
         caveats.append("the published script runs the forward pass with autograd on")
-    if (
-        row["source"] == "a2-report-rtx5090"
-        and row["phase"] == "forward_backward"
-        and not steps_optimizer
-    ):
-        caveats.append("may include an optimizer step")
     if row["source"] == "a2-report-macbook-rtxpro6000":
         caveats.append("model dimensions not stated, taken as the canonical ones")
         if "RTX PRO" in row["gpu"] and row["dtype"] == "float32":
@@ -164,10 +156,4 @@ def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
         caveats.append(f"no warm-up, {part} includes the first iteration")
     elif relative_std > _LARGE_RELATIVE_STD:
         caveats.append("std above half of the mean")
-    if (
-        row["source"] == "a2-report-a100-sxm4-40gb"
-        and _WARMUP_STUDY not in notes
-        and relative_std > 0.01
-    ):
-        caveats.append("std above the 1 % that the report claims")
     return caveats

@@ -73,15 +73,13 @@ def test_what_is_alike_gets_a_ratio_and_what_is_not_is_named(sides):
     assert list(rows[rows["kind"] == "memory"]["verdict"]) == ["level"] * 3
     # A roof by what a unit takes, whatever its size.
     assert list(rows[rows["kind"] == "sustained"]["ratio"]) == pytest.approx([0.01])
-    single = comparison.single
-    assert dict(zip(single["case"] + " " + single["has"], single["why"], strict=True)) == {
+    apart = comparison.apart
+    assert dict(zip(apart["case"] + " " + apart["measured on"], apart["why"], strict=True)) == {
         "small (129 M), batch 4, context 512, bf16 b": "did not fit",
         "small (129 M), batch 4, context 1,024, bf16 b": "not possible: no bfloat16",
+        "small (129 M), batch 4, context 2,048, bf16 a and b": "num_parameters differs",
         "small (129 M), batch 4, context 4,096, bf16 a": "not measured",
-    }
-    assert dict(comparison.unlike) == {
-        "01_benchmarking, execution: num_parameters differs": 1,
-        "01_benchmarking was measured in two ways, 2 and 1": 1,
+        "small (129 M), batch 4, context 8,192, bf16 a and b": "measured in two ways, 2 and 1",
     }
 
 
@@ -89,7 +87,7 @@ def test_a_page_has_findings_a_figure_and_every_row(sides):
     comparison = compare.Comparison(*sides)
     text = compare.page(comparison, {NOTEBOOK: "01.svg"})
     assert "Device times, 2 rows: b is" in text and "1 ahead and 1 undecided" in text
-    assert "1 row: 01_benchmarking, execution: num_parameters differs." in text
+    assert "| a and b | num_parameters differs | 1 |" in text
     assert figures.svg(compare.figure(comparison, NOTEBOOK)).startswith(b"<?xml")
 
 

@@ -105,9 +105,9 @@ def passes_figure(predictions: pd.DataFrame) -> Figure | None:
     """Draws the predicted time of a bf16 pass at the long length, and as diamonds the measured."""
     rows = select(predictions, precision="bf16", **LONG).replace({"impl": IMPLS})
     rows = rows.rename(columns={"products_ms": "matmul_ms"})
-    figure = figures.class_bars(rows, "impl", "_ms", "call time (ms)", panel="phase")
-    if figure is None:
+    if rows.empty:
         return None
+    figure = figures.class_bars(rows, "impl", "_ms", "call time (ms)", panel="phase")
     places = {impl: place for place, impl in enumerate(rows["impl"].unique())}
     for axis in figure.axes:
         of_phase = select(rows, phase=axis.get_title())

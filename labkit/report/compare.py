@@ -49,6 +49,9 @@ ROOFS = {"bf16 products": "gemm, bf16", "copy": "copy"}
 NOT_COMPARED = (HOST_SECTION, "timer")
 """Sections that say something of the host and of the timer."""
 
+APART = ["measured on", "why"]
+"""What is said of a case that gets no ratio."""
+
 MOST_ROWS = 12
 MOST_NAMED = 3
 
@@ -118,20 +121,31 @@ def _of_one_unit(row: Row) -> Row:
     return row | {"sustained_ms": time, "median_ms": None, "peak_bytes": None, "sessions": None}
 
 
-def _difference(chapter: str, base: Row, other: Row) -> str:
-    """Returns why two measured rows of a case cannot be compared, "" where they can."""
+def _hindrance(base: Row | None, other: Row | None) -> str:
+    """Returns why the two rows of a case, of which one was measured, get no ratio; "" where they
+    do.
+    """
+    for row in (base, other):
+        if row is None:
+            return "not measured"
+        if row["status"] == "oom":
+            return "did not fit"
+        if row["status"] != "ok":
+            words = {"skipped": "not possible", "timeout": "took too long"}
+            status = words.get(row["status"], row["status"])
+            reason = row["reason"].split("\n")[0]
+            return f"{status}: {reason[:80]}"
     versions = base["measurement_version"], other["measurement_version"]
     if versions[0] != versions[1]:
-        return f"{chapter} was measured in two ways, {versions[0]} and {versions[1]}"
-    where = f"{chapter}, {base['section']}"
+        return f"measured in two ways, {versions[0]} and {versions[1]}"
+    is_roof = base["section"] == SESSION_SECTION
     for name, value in base["observed"].items():
-        is_roof = base["section"] == SESSION_SECTION
         if isinstance(value, int) and not is_roof and other["observed"].get(name, value) != value:
-            return f"{where}: {name} differs"
+            return f"{name} differs"
     kinds = base["values"]
     other_kinds = other["values"]
     if kinds and not kinds.keys() & other_kinds.keys():
-        return f"{where}: {listing(kinds)} against {listing(other_kinds)}"
+        return f"{listing(kinds)} against {listing(other_kinds)}"
     return ""
 
 
@@ -157,9 +171,8 @@ class Comparison:
         common: a row per value that both have: chapter, section, case, phase, kind, base, other,
             ratio (base ÷ other: how many times as fast, or as small, the other is), low, high,
             verdict, mark.
-        single: a row per measurement that only one has: chapter, section, case, phase, has (its
-            name), why the other has not.
-        unlike: why rows that both have are not compared, with their number.
+        apart: a row per measurement that gets no ratio: chapter, section, case, phase, measured on
+            (one or both of the names), why.
 
     Raises:
         RequestError: nothing was measured alike on both.
@@ -172,44 +185,34 @@ class Comparison:
             # A device measured twice: the second is named by the folder that it lies in.
             self.other += f" in {first_of(other).folder.parent.name}"
         self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
+        names = self.base, self.other
         ours = _measurements(base)
         theirs = _measurements(other)
-        self.unlike: Counter[str] = Counter()
         common = []
-        single = []
+        apart = []
         for key in dict.fromkeys([*ours, *theirs]):
             chapter, section, _, phase = key
             pair = (ours.get(key), theirs.get(key))
-            case = (pair[0] or pair[1])["case"]
+            rows = dict(zip(names, pair, strict=True))
+            measured = [name for name, row in rows.items() if row and row["status"] == "ok"]
+            if not measured:
+                continue
+            case = rows[measured[0]]["case"]
             words = case_name(dict(sorted(case.items(), key=lambda item: item[0] != "size")))
             head = {"chapter": chapter, "section": section, "case": words, "phase": phase}
-            measured = [row is not None and row["status"] == "ok" for row in pair]
-            if all(measured):
-                difference = _difference(chapter, *pair)
-                self.unlike[difference] += 1
-                common += [] if difference else [head | row for row in _ratios(*pair)]
-            elif any(measured):
-                name = self.base if measured[0] else self.other
-                why = _why(pair[1] if measured[0] else pair[0])
-                single.append(head | {"has": name, "why": why})
-        del self.unlike[""]
+            why = _hindrance(*pair)
+            if why:
+                apart.append(head | {"measured on": listing(measured), "why": why})
+            else:
+                common += [head | row for row in _ratios(*pair)]
+        self.common = pd.DataFrame(common)
+        self.apart = pd.DataFrame(apart, columns=["chapter", "section", "case", "phase", *APART])
         if not common:
-            reasons = f" ({listing(self.unlike, MOST_NAMED)})" if self.unlike else ""
             raise RequestError(
-                f"{self.base} and {self.other} have no row in common{reasons}; "
+                f"{self.base} and {self.other} have no row in common "
+                f"({listing(self.apart['why'].unique(), MOST_NAMED)}); "
                 "`labkit run --profile quick` measures rows that every device of a kind has"
             )
-        self.common = pd.DataFrame(common)
-        self.single = pd.DataFrame(single, columns=[*head, "has", "why"])
-
-
-def _why(missing: Row | None) -> str:
-    if missing is None:
-        return "not measured"
-    status = missing["status"]
-    words = {"oom": "did not fit", "skipped": "not possible", "timeout": "took too long"}
-    reason = "" if status == "oom" else missing["reason"].split("\n")[0][:80]
-    return ": ".join(filter(None, [words.get(status, status), reason]))
 
 
 # ---- what a page says ----------------------------------------------------------------------------
@@ -275,18 +278,15 @@ def by_chapter(comparison: Comparison) -> pd.DataFrame:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Returns what the comparison says in sentences: the roofs, the tally of each kind of time, the
-    extremes, and what fits on one device alone.
+    """Returns what the comparison says in sentences: the tally of each kind of time, the extremes,
+    and what fits on one device alone.
     """
     other = comparison.other
     unmarked = comparison.common[comparison.common["mark"] == ""]
     is_roof = unmarked["section"] == SESSION_SECTION
-    lines = []
-    for row in select(unmarked[is_roof], kind=verdicts.SUSTAINED).to_dict("records"):
-        interval = f"{times(row['ratio'])} ({span(row['low'], row['high'])})"
-        lines.append(f"{row['case']}, sustained: {other} is {interval} as fast.")
     # Of a kernel shorter than that a device's launch overhead is the larger part.
     measured = unmarked[~is_roof & (unmarked["base"] >= LEAST_MS)]
+    lines = []
     for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
         rows = select(measured, kind=kind)
         if len(rows):
@@ -298,18 +298,17 @@ def findings(comparison: Comparison) -> list[str]:
     for words, row in zip(("lowest", "highest"), ends, strict=False):
         ratio = times(row["ratio"])
         lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
-    for name, rows in select(comparison.single, why="did not fit").groupby("has"):
+    for name, rows in select(comparison.apart, why="did not fit").groupby("measured on"):
         cases = listing(dict.fromkeys(rows["section"] + " " + rows["case"]), MOST_NAMED)
         lines.append(f"{count(len(rows), 'measurement')} fit on {name} alone: {cases}.")
     return lines
 
 
-def single(comparison: Comparison) -> pd.DataFrame:
-    """Returns how many measurements only one device has, by chapter and reason."""
-    reasons = comparison.single.assign(chapter=comparison.single["chapter"].map(notebooks.title))
-    counts = reasons.value_counts(["chapter", "has", "why"], sort=False).reset_index(name="rows")
-    counts = counts.sort_values("rows", ascending=False, kind="stable")
-    return counts.rename(columns={"has": "only on", "why": "because on the other"})
+def apart(comparison: Comparison) -> pd.DataFrame:
+    """Returns how many measurements get no ratio, by chapter, where they were measured, and why."""
+    rows = comparison.apart.assign(chapter=comparison.apart["chapter"].map(notebooks.title))
+    counts = rows.value_counts(["chapter", *APART], sort=False).reset_index(name="rows")
+    return counts.sort_values("rows", ascending=False, kind="stable")
 
 
 def figure(comparison: Comparison, chapter: str) -> Figure:
@@ -363,11 +362,8 @@ def page(comparison: Comparison, images: Mapping[str, str]) -> str:
     for chapter, image in images.items():
         alt = f"Ratios of {notebooks.title(chapter)}"
         parts.append(f"![{alt}]({image})")
-    if len(comparison.single):
-        parts += ["## What only one of them has", tables.to_markdown(single(comparison).head(20))]
-    if comparison.unlike:
-        lines = [f"- {count(num, 'row')}: {why}." for why, num in comparison.unlike.most_common()]
-        parts += ["## Not compared", "\n".join(lines)]
+    if len(comparison.apart):
+        parts += ["## Not compared", tables.to_markdown(apart(comparison).head(20))]
     return "\n\n".join(parts) + "\n"
 
 

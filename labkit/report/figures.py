@@ -204,9 +204,7 @@ def over_length(
     return figure
 
 
-def class_bars(
-    rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str = ""
-) -> Figure | None:
+def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str = "") -> Figure:
     """Draws classes of kernels: a panel per value of `panel`, in it a stacked bar per value of
     `bar`, in order.
 
@@ -214,8 +212,6 @@ def class_bars(
         rows: columns <class><suffix>, "matmul_ms"; NaN where a class has no kernel.
         panel: "" for one panel; label: of the x axis, with its unit.
     """
-    if rows.empty:
-        return None
     titles = rows[panel].unique() if panel else [""]
     bars = rows[bar].unique()
     figure, axes = panels(len(titles), height=max(2.3, 0.8 + 0.3 * len(bars)))

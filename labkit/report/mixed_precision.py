@@ -20,13 +20,11 @@ NAMES = {
 NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 
-def sums_figure(accumulation: pd.DataFrame) -> Figure | None:
+def sums_figure(accumulation: pd.DataFrame) -> Figure:
     """Draws the largest error so far of one hundredth added a thousand times, by format of terms
     and accumulator.
     """
     rows = ok_rows(accumulation, method="sequential")
-    if rows.empty:
-        return None
     figure, (axis,) = figures.panels(1, height=3.0)
     for row in rows.drop_duplicates(["accumulator", "term"]).to_dict("records"):
         trace = np.array(row["samples"]["running_sum"])
@@ -87,13 +85,11 @@ def norm_costs(records: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(is_sound=is_sound, cost=cost)
 
 
-def norms_figure(records: pd.DataFrame) -> Figure | None:
+def norms_figure(records: pd.DataFrame) -> Figure:
     """Draws the error over the input's scale: where digits are lost (a mean far from 0), where
     range ends (small ε).
     """
     rows = norm_costs(records)
-    if rows.empty:
-        return None
     figure, axes = figures.panels(2, height=2.9)
     shown = {"layer_norm": "offset", "rms_norm": "small epsilon"}
     for axis, (norm, setting) in zip(axes, shown.items(), strict=True):
@@ -127,11 +123,9 @@ def overflow(records: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([{"status": "ok", "norms": "16-bit", "cost": cost, "scale": scale}])
 
 
-def training_figure(training: pd.DataFrame) -> Figure | None:
+def training_figure(training: pd.DataFrame) -> Figure:
     """Draws the loss over the steps by precision."""
     rows = ok_rows(training)
-    if rows.empty:
-        return None
     figure, (axis,) = figures.panels(1, height=3.0)
     for precision, name in NAMES.items():
         for samples in select(rows, precision=precision)["samples"]:

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 import mistune
+from mistune.toc import add_toc_hook, render_toc_ul
 
 from labkit.report.text import anchor
 
@@ -32,7 +33,7 @@ def html(markdown: str, folder: Path, title: str) -> str:
     """Returns a report as one page with its figures and full tables inside, contents beside it, and
     everything else escaped.
 
-    Headings keep GitHub's anchors; the first is the page's only <h1>.
+    Headings below the first level have GitHub's anchors.
 
     Args:
         markdown: GitHub's Markdown; raw HTML, which only a record can hold, is shown as text.
@@ -40,21 +41,25 @@ def html(markdown: str, folder: Path, title: str) -> str:
             devices, is shown; another image is left as its Markdown.
         title: plain text.
     """
-    renderer = _Renderer(folder)
-    body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
+    names: Counter[str] = Counter()
+
+    def identity(heading: dict, _: int) -> str:
+        name = anchor(heading["text"])
+        names[name] += 1
+        return f"{name}-{names[name] - 1}" if names[name] > 1 else name
+
+    reader = mistune.create_markdown(renderer=_Renderer(folder), plugins=["table"])
+    add_toc_hook(reader, min_level=2, heading_id=identity)
+    body, state = reader.parse(markdown)
+    contents = render_toc_ul(state.env["toc_items"])
     top = "contents"
-    contents = "".join(
-        f'<li class="{"chapter" if level == 2 else "section"}"><a href="#{name}">{text}</a></li>\n'
-        for level, name, text in renderer.headings
-        if level in (2, 3)
-    )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{entities.escape(title)}</title>\n<style>{_STYLE_SHEET}</style>\n</head>\n<body>\n"
         f'<nav id="{top}" aria-label="Contents"><details><summary>Contents</summary>\n'
-        f"<ul>\n{contents}</ul></details></nav>\n"
+        f"{contents}</details></nav>\n"
         f'<main>\n{body}<p class="top"><a href="#{top}">Contents</a></p></main>\n</body>\n</html>\n'
     )
 
@@ -89,23 +94,7 @@ class _Renderer(mistune.HTMLRenderer):
         super().__init__(escape=True)
         self._folder = folder
         self._linked: list[Path] = []
-        self.headings: list[tuple[int, str, str]] = []
-        self._open: list[int] = []
-        self._used: Counter[str] = Counter()
         self._num_tables = 0
-
-    def heading(self, text: str, level: int, **attrs) -> str:
-        # The first heading is above all others, and each is one level below the heading that it
-        # belongs to.
-        level = level if self._open else 0
-        self._open = [above for above in self._open if above < level] + [level]
-        tag = f"h{len(self._open)}"
-        plain = entities.unescape(re.sub(r"<[^>]*>", "", text))
-        name = anchor(plain)
-        identity = f"{name}-{self._used[name]}" if self._used[name] else name
-        self._used[name] += 1
-        self.headings.append((len(self._open), identity, entities.escape(plain)))
-        return f'<{tag} id="{identity}">{text}</{tag}>\n'
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         alt = entities.escape(entities.unescape(mistune.util.striptags(text)))
@@ -139,9 +128,7 @@ class _Renderer(mistune.HTMLRenderer):
 
     def table(self, text: str) -> str:
         self._num_tables += 1
-        section = self.headings[-1][2] if self.headings else "report"
-        label = f"{section}, table {self._num_tables}"
-        return _scrolled(label, f"\n{text}") + "\n"
+        return _scrolled(f"table {self._num_tables}", f"\n{text}") + "\n"
 
     def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
         number = ' class="number"' if align == "right" else ""

@@ -1,14 +1,8 @@
-"""A CPU's report: one page of what ran, what is exact, and what the machine lacks. Small models
-teach nothing more.
-"""
-
-from collections import Counter
-
-import pandas as pd
+"""A CPU's report: one page of what ran and what is exact. Small models teach nothing more."""
 
 from labkit.report import benchmarking, card, tables
 from labkit.report.chapter import Chapters
-from labkit.report.frame import in_order, ok_rows, pivot, select, usable
+from labkit.report.frame import ok_rows, pivot, select, usable
 
 EXACT = [
     (
@@ -38,8 +32,6 @@ EXACT = [
 metric that it equals.
 """
 
-MOST_LACKS = 6
-
 
 def page(chapters: Chapters) -> str:
     """Returns the page in Markdown, but for how the numbers were made."""
@@ -52,9 +44,10 @@ def page(chapters: Chapters) -> str:
         table = roofs[["roof", "burst"]].rename(columns={"burst": "measured"})
         sections["Roofs"] = tables.to_markdown(table)
     if len(ok_rows(steps)):
-        table = tables.to_markdown(step_table(steps))
-        sections["A training step"] = f"{table}\n\nCall time in ms, batch as recorded."
-    sections["What this machine lacks"] = "\n".join(f"- {line}" for line in missing(chapters))
+        context = ok_rows(steps)["context"].max()
+        table = tables.to_markdown(pivot(select(steps, context=context), "size", "precision"))
+        text = f"Call time in ms at context {context}, batch as recorded."
+        sections["A training step"] = f"{table}\n\n{text}"
     parts = [
         f"# {card.title(card.first_of(chapters))}",
         "A CPU runs the whole laboratory on models of a few million parameters. This page says "
@@ -75,28 +68,3 @@ def exact_lines(chapters: Chapters) -> list[str]:
             right = rows[metric] == rows[limit] if is_text else rows[metric] <= limit
             lines.append(f"- {right.sum()} of {len(rows)} {words}.")
     return lines
-
-
-def step_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the call time of a training step at the longest context of each size, by
-    precision.
-    """
-    longest = steps.groupby("size")["context"].transform("max")
-    shown = in_order(steps[steps["context"] == longest], ["size"])
-    table = pivot(shown, "size", "precision")
-    table.insert(1, "context", shown.drop_duplicates("size")["context"].tolist())
-    return table
-
-
-def missing(chapters: Chapters) -> list[str]:
-    """Returns why measurements were skipped, the most frequent reason first."""
-    reasons = Counter(
-        record.reason
-        for chapter in chapters.values()
-        for record in chapter.all_records()
-        if record.status == "skipped"
-    )
-    shown = reasons.most_common(MOST_LACKS)
-    lines = [f"{reason[:120]} ({count} measurements)" for reason, count in shown]
-    rest = reasons.total() - sum(count for _, count in shown)
-    return lines + ([f"other reasons ({rest} measurements)"] if rest else [])

@@ -132,17 +132,13 @@ def ratio(base: Row, other: Row, value: str = "median_ms", other_value: str = ""
     other_times = by_session(other, other_value)
     common = [session for session in base_times if session in other_times]
     same_session = base.get("session") == other.get("session")
-    if kind == CALL and common and not same_session:
-        # Hosts differ: of the sessions that hold both calls, the fastest.
-        fastest = min(common, key=lambda session: base_times[session] + other_times[session])
-        mid = base_times[fastest] / other_times[fastest]
     spread = WITHIN[kind]
     if len(common) > 1:
         ends = [base_times[session] / other_times[session] for session in common]
     else:
         samples = math.hypot(_half_width(base, value), _half_width(other, other_value))
         ends = [mid * (1 - samples), mid * (1 + samples)]
-        if not same_session and not (kind == CALL and common):
+        if not same_session:
             ends += [one / two for one in base_times.values() for two in other_times.values()]
             spread = BETWEEN[kind]
             if kind == CALL:

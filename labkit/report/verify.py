@@ -2,6 +2,7 @@
 from, and that its tables follow from them.
 """
 
+import filecmp
 import re
 import shutil
 import tempfile
@@ -84,16 +85,10 @@ def _tables(folder: Path) -> Finding:
         if (folder / "environment.json").exists():
             shutil.copy(folder / "environment.json", copy)
         render.rebuild(one, output=Path(root))
-        names = {path.name for path in (*folder.glob("tables/*"), *copy.glob("tables/*"))}
-        differ = [
-            name
-            for name in sorted(names)
-            if _content(folder / "tables" / name) != _content(copy / "tables" / name)
-        ]
+        sides = folder / "tables", copy / "tables"
+        names = sorted({path.name for side in sides for path in side.glob("*")})
+        _, differ, missing = filecmp.cmpfiles(*sides, names, shallow=False)
+    differ += missing
     if differ:
         return Finding("tables", False, f"{listing(differ, 3)} do not follow from the records")
     return Finding("tables", True, f"{count(len(names), 'table')}, each as its records say")
-
-
-def _content(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
