@@ -162,7 +162,7 @@ def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapters, gpus
     assert roofs == plan.measured_roofs(chapters)
     graphs = usable(chapters["01_benchmarking"].records("execution"), "joules")
     for step in select(graphs, phase="graph_step").to_dict("records"):
-        joules = roofs.power_limit_w * step["sustained_ms"] / 1e3
+        joules = roofs.drawn_w[plan._way(step)] * step["sustained_ms"] / 1e3
         assert joules == pytest.approx(step["joules"], rel=0.1)
     other = plan.roofs_of("NVIDIA A100-SXM4-80GB", gpus)
     assert other.memory_bytes == 80e9 and 0.4 < other.rates["bf16"] / 312e12 < 0.9
@@ -171,4 +171,4 @@ def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapters, gpus
     assert plan.roofs_of("H100", gpus).source.startswith("measured on nvidia-h100")
     text = "\n".join(plan.lines(replace(SMALL, num_gpus=2), other, gpus, 2.0))
     words = "fits", "Largest that fits", "Device time of a step", "held out", "not measured; NVIDIA"
-    assert all(part in text for part in words) and "at its power limit of 400 W" in text, text
+    assert all(part in text for part in words) and "400 W, which is its power limit" in text, text

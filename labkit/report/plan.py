@@ -78,13 +78,14 @@ class Setting:
 
 class Roofs(NamedTuple):
     """Sustained rates of a device, FLOP/s by precision and B/s of a "copy"; its memory in bytes;
-    its power limit (W), None where unknown.
+    its power limit (W), None where unknown, and what its recorded steps of a way draw (W).
     """
 
     rates: Mapping[str, float]
     memory_bytes: float
     source: str
     power_limit_w: float | None
+    drawn_w: Mapping[str, float]
 
 
 class Sharing(NamedTuple):
@@ -318,8 +319,12 @@ def measured_roofs(chapters: Chapters) -> Roofs | None:
     gpu = chapter.environment.get("gpu") or {}
     if "copy" not in rates or len(rates) < 2 or not gpu.get("memory_bytes"):
         return None
+    steps = select(chapter.records("steps", "execution"), phase=["train_step", "graph_step"])
+    steps = usable(steps, "watts")
+    ways = [_way(row) for row in steps.to_dict("records")]
+    drawn = steps.assign(way=ways).groupby("way")["watts"].median().to_dict()
     source = f"measured on {chapter.asked_device}"
-    return Roofs(rates, gpu["memory_bytes"], source, gpu.get("power_limit_w"))
+    return Roofs(rates, gpu["memory_bytes"], source, gpu.get("power_limit_w"), drawn)
 
 
 STEP = ("setting", "roofs", "size", "context", "way", "case", "device", "measured")
@@ -531,7 +536,7 @@ def _of_datasheet(sheet: Datasheet, measured: Mapping[str, Roofs]) -> Roofs:
         words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
         source = f"not measured; {sheet.source}, times what measured GPUs reach of theirs ({words})"
     rates = rates.dropna().to_dict()
-    return Roofs(rates, sheet.memory_gb * 1e9, source, sheet.power_limit_w)
+    return Roofs(rates, sheet.memory_gb * 1e9, source, sheet.power_limit_w, {})
 
 
 def _peaks(sheet: Datasheet) -> pd.Series:
@@ -611,11 +616,13 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
         f"Device time of a step: {number(times['in all'])} ms; {words}.",
         f"{number(rate)} tokens/s a GPU.",
     ]
-    if roofs.power_limit_w:
-        joules = roofs.power_limit_w * times["in all"] / 1e3
+    watts = roofs.drawn_w.get(setting.way, roofs.power_limit_w)
+    if watts:
+        joules = watts * times["in all"] / 1e3
+        source = "such steps draw" if setting.way in roofs.drawn_w else "is its power limit"
         lines.append(
             f"Energy of a step: {number(joules)} J a GPU, {number(setting.tokens / joules)} "
-            f"tokens/J, at its power limit of {roofs.power_limit_w:.0f} W."
+            f"tokens/J, at {watts:.0f} W, which {source}."
         )
     if setting.num_gpus > 1:
         gradients = accounting.parameter_bytes(setting.config)
