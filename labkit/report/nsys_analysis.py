@@ -99,7 +99,9 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     table = row["observed"]["tables"]["timeline"]
     columns = ["start_us", "duration_us", "kernel_class", "phase", "block"]
     launches = pd.DataFrame({name: table[name] for name in columns})
-    launches["end_us"] = launches["start_us"] + launches["duration_us"]
+    launches["start_ms"] = launches["start_us"] / 1e3
+    launches["duration_ms"] = launches["duration_us"] / 1e3
+    launches["end_ms"] = launches["start_ms"] + launches["duration_ms"]
     launches["phase"] = launches["phase"].map(dict(enumerate(table["phase_names"])))
     blocks = launches[launches["block"] >= 0]
     middle = blocks["block"].max() // 2
@@ -108,15 +110,15 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     for axis, shown in zip(axes, (launches, closer), strict=True):
         for place, rows in shown.groupby("kernel_class"):
             name = table["class_names"][place]
-            spans = rows[["start_us", "duration_us"]].to_numpy()
+            spans = rows[["start_ms", "duration_ms"]].to_numpy()
             look = {"color": figures.CLASS_COLOURS[name], "linewidth": 0, "rasterized": True}
             axis.broken_barh(spans, (-0.4, 0.8), label=name, **look)
-        axis.set_xlabel("time on the device, profiled (µs)")
+        axis.set_xlabel("time on the device, profiled (ms)")
         axis.grid(visible=False)
     for height, rows, column in ((1, launches, "phase"), (2, blocks, "block")):
         spans = rows.groupby(["phase", column], sort=False)
-        start = spans["start_us"].min()
-        width = spans["end_us"].max() - start
+        start = spans["start_ms"].min()
+        width = spans["end_ms"].max() - start
         bars = axes[0].barh(height, width, 0.8, start, color="0.85", edgecolor="white")
         labels = start.index.get_level_values(1)
         axes[0].bar_label(bars, labels, label_type="center", fontsize=8)

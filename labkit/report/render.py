@@ -187,7 +187,7 @@ def _unfinished(chapters: Chapters) -> list[str]:
         if done["profile"] == "quick":
             quick.append(name[:2])
         if done["num_missing"]:
-            missing.append(f"{done['num_missing']} of {name[:2]}")
+            missing.append(f"{done['num_missing']:,} of {name[:2]}")
     if missing:
         warnings.append(f"**Measurements of the grid that are not recorded: {listing(missing)}.**")
     if quick:
