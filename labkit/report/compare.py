@@ -5,6 +5,7 @@ are of one kind. What is not alike is named and enters no ratio.
 """
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Chap
     Raises RequestError where it has no records.
     """
     folder = Path(name)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # also of a name that is too long
         check_device_folder(folder)
         folder = folder.resolve()
         root = folder.parent
