@@ -6,11 +6,11 @@ and results are the course's.
 
 import functools
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.kernels.flash_attention import FlashAttention, TiledFlashAttention
+from labkit.parallel.collectives import all_gather
 from labkit.parallel.data_parallel import BucketedDataParallel, OverlappedDataParallel
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
 from labkit.parallel.sharded_optimizer import ShardedOptimizer
@@ -63,11 +63,12 @@ def all_rows(p: nn.Parameter) -> Tensor:
     if num_rows == len(p):  # replicated
         return p.detach()
     world_size = dist.get_world_size()
-    padded = p.new_zeros(-(-num_rows // world_size), *p.shape[1:])
-    padded[: len(p)] = p.detach()
-    shards = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(shards, padded)
-    return torch.cat(shards)[:num_rows]
+    most = -(-num_rows // world_size)
+    whole = p.new_empty(most * world_size, *p.shape[1:])
+    own = whole.split(most)[dist.get_rank()]
+    own[: len(p)] = p.detach()
+    all_gather(whole, own)
+    return whole[:num_rows]
 
 
 def ddp_on_after_backward(ddp_model: nn.Module, optimizer: object) -> None:
