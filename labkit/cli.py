@@ -78,8 +78,8 @@ def main() -> None:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR if isinstance(error, RequestError) else 1)
     except OSError as error:
-        expected = "ENOSPC", "EDQUOT", "EROFS", "EACCES", "ENAMETOOLONG"
-        if errno.errorcode.get(error.errno) not in expected:
+        expected = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
+        if error.errno not in expected:
             raise
         print(f"labkit: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
         sys.exit(1)

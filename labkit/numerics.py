@@ -94,7 +94,7 @@ def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method:
     """Returns the sums of 1, 2, … `num_terms` copies of `term`.
 
     Args:
-        term: a scalar; its dtype may be narrower than the accumulator's, which the result has.
+        term: a scalar; its dtype may be another than the accumulator's, which the result has.
         method: one of METHODS.
 
     Raises ValueError for another method.
@@ -115,7 +115,7 @@ def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method:
             lost = (larger - total) - corrected
             total = larger
         else:
-            total = total + term
+            total = (total + term).to(accumulator)
         sums.append(total)
     return torch.stack(sums)
 

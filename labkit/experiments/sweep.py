@@ -395,14 +395,14 @@ def measuring_lock(device: Device, notebook: str, *, wait: bool = True) -> Itera
 def asked_cases(
     experiment: ModuleType, profile: str, device_kind: str, asked: Mapping[str, list]
 ) -> list[Case]:
-    """Returns the cases of `profile` that have one of the values asked for, "sizes" of their
-    "size", or have no size.
+    """Returns the cases of `profile` that have the values asked for: of "sizes" those of another
+    size are left out, those without one stay.
     """
     planning = {name: asked[name] for name in ("world_sizes", "workload") if name in asked}
     cases = experiment.cases(profile, device_kind, **planning)  # chapter 07 plans by them
     for name in asked.keys() - planning:
         key = name.removesuffix("s")
-        cases = [case for case in cases if case.parameters.get(key, asked[name][0]) in asked[name]]
+        cases = [case for case in cases if case.parameters.get(key) in (None, *asked[name])]
     return cases
 
 

@@ -38,13 +38,13 @@ def page(chapters: Chapters) -> str:
     roofs = benchmarking.roofs_table(
         ok_rows(card.frame_of(chapters, "01_benchmarking", "ceilings"))
     )
-    steps = select(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
+    steps = ok_rows(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
     sections = {"What is exact": "\n".join(exact_lines(chapters))}
     if len(roofs):
         table = roofs[["roof", "burst"]].rename(columns={"burst": "measured"})
         sections["Roofs"] = tables.to_markdown(table)
-    if len(ok_rows(steps)):
-        context = ok_rows(steps)["context"].max()
+    if len(steps):
+        context = steps["context"].max()
         table = tables.to_markdown(pivot(select(steps, context=context), "size", "precision"))
         text = f"Call time in ms at context {context}, batch as recorded."
         sections["A training step"] = f"{table}\n\n{text}"
