@@ -169,16 +169,19 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     num_calls = 0
+    steps = []  # calls made, and millijoules, where the counter was seen to advance
     with open_nvml() as nvml:
         handle = nvml_handle(nvml)
         metrics = sustained(lambda: a @ b, device_kind="cuda", warmup_s=2.0, flops=2 * n**3).metrics
-        torch.cuda.synchronize()
         begin, before = time.perf_counter(), nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         while time.perf_counter() - begin < 3.0:
-            for _ in range(50):
+            for _ in range(5):
                 a @ b
             torch.cuda.synchronize()
-            num_calls += 50
-        joules = (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) * 1e-3
-    by_hand = 2 * n**3 * num_calls / joules / 1e12
+            num_calls += 5
+            if (now := nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) != before:
+                steps.append((num_calls, now))
+                before = now
+    (first_calls, first_mj), *_, (last_calls, last_mj) = steps
+    by_hand = 2 * n**3 * (last_calls - first_calls) / (last_mj - first_mj) / 1e9
     assert metrics["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)

@@ -275,7 +275,7 @@ def test_the_window_waits_for_work_on_a_side_stream():
     assert timed.median_ms < 0.5 * statistics.median(side_ms)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_a_graph_takes_the_launches_out_runs_every_input_equally_often_and_keeps_no_memory():
     counters = [(torch.zeros(16, device="cuda"),) for _ in range(3)]
 
