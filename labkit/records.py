@@ -502,12 +502,13 @@ def _torn(content: bytes) -> bytes:
 def newest(records: Iterable[Record]) -> list[Record]:
     """Returns the newest record of each identity, in the order in which these were measured.
 
-    Records of profile "key" repeat others, to see whether they come back, and count only where
-    there is no other.
+    Records of profile "key" repeat the full grid's, to see whether they come back, and count only
+    where there are none of it: a comparison's sides are of one session.
     """
     latest: dict[str, Record] = {}
     for record in records:
-        if record.profile != "key" or latest.get(record.identity, record).profile == "key":
+        before = latest.get(record.identity, record)
+        if record.profile != "key" or before.profile in ("key", "quick"):
             latest.pop(record.identity, None)
             latest[record.identity] = record
     return list(latest.values())

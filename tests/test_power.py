@@ -168,20 +168,25 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
 
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    num_calls = 0
-    steps = []  # calls made, and millijoules, where the counter was seen to advance
+    num_calls = 1000  # all of them fit into the queue, so that reading holds none up
     with open_nvml() as nvml:
         handle = nvml_handle(nvml)
+
+        def step():
+            before = now = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+            while now == before:
+                now = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+            return time.perf_counter(), now
+
         metrics = sustained(lambda: a @ b, device_kind="cuda", warmup_s=2.0, flops=2 * n**3).metrics
-        begin, before = time.perf_counter(), nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-        while time.perf_counter() - begin < 3.0:
-            for _ in range(5):
-                a @ b
-            torch.cuda.synchronize()
-            num_calls += 5
-            if (now := nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) != before:
-                steps.append((num_calls, now))
-                before = now
-    (first_calls, first_mj), *_, (last_calls, last_mj) = steps
-    by_hand = 2 * n**3 * (last_calls - first_calls) / (last_mj - first_mj) / 1e9
+        begin = time.perf_counter()
+        for _ in range(num_calls):
+            a @ b
+        first_s, first_mj = step()
+        time.sleep(1.0)
+        last_s, last_mj = step()
+        torch.cuda.synchronize()
+        ms_per_call = 1e3 * (time.perf_counter() - begin) / num_calls
+    watts = 1e-3 * (last_mj - first_mj) / (last_s - first_s)
+    by_hand = 2 * n**3 / ms_per_call / 1e9 / watts
     assert metrics["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)
