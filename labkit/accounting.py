@@ -99,6 +99,15 @@ def block_gradient_bytes(config: ModelConfig) -> int:
     return 4 * num_block_parameters(config) // config.num_layers
 
 
+def loss_chunk_rows(vocabulary: int, element_bytes: int) -> int:
+    """Returns how many rows of logits our loss with the head has at a time: 128 MiB of them.
+
+    Each chunk reads and writes all of the head's gradient in fp32: of few rows, that would take
+    longer than the product.
+    """
+    return max(2**27 // (vocabulary * element_bytes) // 128 * 128, 2048)
+
+
 DEVICE_KINDS = ("cuda", "cpu")
 """Kinds of device: what a pass holds depends on PyTorch's implementation there."""
 
@@ -124,6 +133,7 @@ class _Pass:
     device_kind: str = "cpu"
     is_compiled: bool = False
     shards: int = 1
+    loss_in_chunks: bool = False
 
     def __post_init__(self):
         check_known("precision", self.precision, ("fp32", "tf32", "bf16"))
@@ -172,6 +182,13 @@ class _Pass:
         self.head_bytes = norm + 4 * self.logits + self.head_copies + 8
         # The logits and, under autocast, their copy in fp32.
         self.loss_bytes = (6 if self.is_bf16 else 4) * self.logits
+        if self.loss_in_chunks:
+            # The gradients of hidden states and head, made in the forward pass, and one chunk.
+            vocabulary = config.vocab_size
+            self.logits = 0
+            self.head_bytes = norm + self.head_copies + element * stream + 4 * vocabulary * d
+            rows = min(tokens, loss_chunk_rows(vocabulary, element))
+            self.loss_bytes = element * rows * vocabulary
         # What a forward pass with gradient adds: what it keeps, and the loss.
         self.made_bytes = config.num_layers * self.block_bytes + self.head_bytes
         # What all blocks but the last keep.
@@ -197,8 +214,9 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
 
     Args:
         known: precision ("fp32", the default, "tf32" or "bf16"), attention ("eager", the default,
-            or "fused"), device_kind (one of DEVICE_KINDS, by default "cpu"), is_compiled and
-            shards, over how many ranks a gradient is shared out once it is made.
+            or "fused"), device_kind (one of DEVICE_KINDS, by default "cpu"), is_compiled,
+            loss_in_chunks (as `kernels.cross_entropy` computes it with the head) and shards, over
+            how many ranks a gradient is shared out once it is made.
 
     Raises ValueError for another precision, attention or kind of device.
     """

@@ -60,7 +60,7 @@ def measure(name: str, size, dtype: torch.dtype, layout: str = "", device: str =
     with (
         poisoned_memory(),
         # So that few rows make many chunks.
-        mock.patch.multiple(ce, CHUNK_BYTES=0, LEAST_ROWS=128),
+        mock.patch.object(ce, "loss_chunk_rows", return_value=128),
     ):
         values = results(ours, tensors)
     eager, exact = results(formula, tensors), results(formula, exact_tensors)

@@ -38,10 +38,8 @@ def takes(setting=SMALL, **changed):
 
 def test_predicted_memory_is_what_steps_took(chapters):
     errors = plan.memory_errors([chapters])
-    eager = select(errors, way="eager")["error"]
-    assert len(eager) > 100 and -0.04 < eager.min() and eager.max() < 0.03
-    assert (eager < -0.01).sum() <= 0.03 * len(eager)
-    assert set(errors["way"]) == set(STEP_WAYS) and errors["error"].abs().max() < 0.04
+    assert len(errors) > 100 and set(errors["way"]) == set(STEP_WAYS)
+    assert -0.01 < errors["error"].min() and errors["error"].max() < 0.03
 
 
 def test_predicted_memory_of_two_gpus_is_what_steps_took(chapters):
@@ -60,7 +58,7 @@ def test_predicted_time_is_near_steps_it_was_not_fitted_to(measured, gpus):
     for held_out in ("size", "context"):
         errors = plan.errors(measured, held_out)["error"].abs()
         assert len(errors) == len(select(measured, way="eager")) > 50
-        assert errors.median() < 0.08 and errors.quantile(0.95) < 0.16
+        assert errors.median() < 0.05 and errors.quantile(0.95) < 0.1
     compiled = plan.errors(measured, "size", "compiled")["error"].abs()
     assert len(compiled) == 8 and compiled.max() < 0.08
     # With one device there is nothing to fit to when it is held out; another has a datasheet.

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from labkit.accounting import loss_chunk_rows
 from labkit.kernels.fused import (
     check,
     check_integers,
@@ -39,8 +40,6 @@ from labkit.kernels.fused import (
 )
 from labkit.kernels.launch import Launcher
 
-CHUNK_BYTES = 2**27  # of the logits of one chunk
-LEAST_ROWS = 2048  # of one chunk, with however large a vocabulary
 MAX_BLOCK = 4096
 NUM_WARPS = 8
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -222,10 +221,7 @@ def _linear_forward(
     chunks.
     """
     num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
-    fitting = CHUNK_BYTES // (vocabulary * weight_VC.element_size()) // 128 * 128
-    # Each chunk reads and writes all of N ∂W in fp32: of few rows, that would take longer than the
-    # product.
-    chunk_rows = max(fitting, LEAST_ROWS)
+    chunk_rows = loss_chunk_rows(vocabulary, weight_VC.element_size())
     rows_N3 = hidden_NC.new_empty(num_rows, 3, dtype=torch.float32)
     gradients = _empty_gradients(hidden_NC, weight_VC) if with_gradients else []
     for start in range(0, max(num_rows, 1), chunk_rows):
