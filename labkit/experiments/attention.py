@@ -25,7 +25,6 @@ from labkit.experiments.sections import (
     memory_bytes,
     run_section,
     section,
-    time_once_ms,
     timed,
 )
 from labkit.experiments.step import load_compiler, run_steps, step_parameters
@@ -213,8 +212,7 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     kind = call.device.kind
     metrics: dict = {}
     if call.is_compiled:
-        # The first call compiles; no cache counts.
-        metrics["first_call_ms"] = time_once_ms(functools.partial(function, *inputs()), kind)
+        function(*inputs())
         # How many times the compiler put SDPA in the place of the formula.
         metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
     times = timed(

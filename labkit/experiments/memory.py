@@ -161,7 +161,6 @@ def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     metrics = {
         "peak_bytes": history.peak_bytes,
         "num_events": history.num_events,
-        "num_allocations": sum(one.begin != BEFORE for one in history.allocations),
     }
     for name, values in series.items():
         metrics[f"{name.replace(' ', '_')}_at_peak_bytes"] = values[peak]
@@ -224,7 +223,6 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
     kept_anyway = [*modules.parameters(), *rotary.buffers()]
     kept, _ = residuals(forward, modules, kept_anyway, is_compiled=is_compiled)
     metrics = {
-        "num_residuals": len(kept),
         "saved_bytes": saved_bytes(kept),
         "stream_bytes": x_BTC.nbytes,
     }

@@ -352,7 +352,6 @@ def _measure(work: Work, case: Case, phase: str, ceilings: dict[str, float]) -> 
     precision = case.parameters["precision"]
     limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
     times, metrics = timed_with_peak(device, time_callable, call, **limits)
-    metrics["call_ms"] = times.timing.metrics()["host_median_ms"]
     if work.is_captured and device.kind == "cuda":
         times = timed(device, time_callable, call, method="graph", **limits)
     if work.flops:

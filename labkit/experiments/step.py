@@ -380,11 +380,8 @@ def _rates(
         return rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
     shape = step.tokens.shape
     counted = "train_step" if phase == "graph_step" else phase
-    flops, flops_causal = (
-        accounting.phase_flops(config, *shape, counted, causal=causal) for causal in (False, True)
-    )
+    flops = accounting.phase_flops(config, *shape, counted, causal=False)
     metrics = rate_metrics(*against, flops=flops)
-    metrics["flops_causal"] = flops_causal
     metrics["tokens_per_s"] = step.tokens.numel() / (times.timing.median_ms * 1e-3)
     if phase in case.sustained:
         ceiling = ceilings.get(f"sustained gemm {precision}")

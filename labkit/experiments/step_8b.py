@@ -343,7 +343,6 @@ def measured(ceilings: dict[str, float], case: Case, ranks: list[dict[str, Any]]
     rate = flops / seconds / 1e12
     metrics |= {
         "sustained_ms": metrics["mean_ms"],
-        "flops_causal": flops,
         "sustained_tflops": rate,
         "sustained_ceiling": ceiling,
         "sustained_ceiling_fraction": rate / ceiling if ceiling else None,

@@ -76,7 +76,7 @@ def warmup(records: pd.DataFrame) -> pd.DataFrame:
     """
     first = []
     num_cold = 0
-    for samples in ok_rows(records).get("samples", []):
+    for samples in filter(None, ok_rows(records).get("samples", [])):
         trace = pd.Series(samples["step_ms"])
         steady = (trace[5:] if len(trace) > 5 else trace).median()
         first.append(trace[0] / steady)

@@ -28,7 +28,7 @@ from labkit.records import (
     write_bytes_atomic,
     write_text_atomic,
 )
-from labkit.report import facts, figures, tables, verdicts
+from labkit.report import facts, figures, tables
 
 FIGURE = "labkit_figure"
 """Key in an output's metadata under which the report finds a figure's file name and caption."""
@@ -127,9 +127,9 @@ class Chapter:
     def records(self, *sections: str) -> pd.DataFrame:
         """Returns the shown records of these sections, one row each; `attrs` has the device's kind.
 
-        Shown is the newest record of a measurement; of a call that its host held up, that of the
-        fastest session. The column "sessions" has the metrics of each session of its own commit,
-        as `verdicts` reads them. Records of another commit enter nothing.
+        Shown is the newest record of a measurement. The column "sessions" has the metrics of each
+        session of its own commit, as `verdicts` reads them. Records of another commit enter
+        nothing.
         """
         measurements = [one for one in self._measurements() if one.shown.section in sections]
         frame = to_frame(measurement.shown for measurement in measurements)
@@ -311,26 +311,12 @@ def _load(path: Path, state: tuple[int, ...]) -> list[_Measurement]:
     for record in newest(records):
         sessions = by_key[record.resume_key()].values()
         same = [one for one in sessions if _commit(one) == _commit(record)]
-        measurements.append(_Measurement(_least_held_up(record, same), same))
+        measurements.append(_Measurement(record, same))
     return measurements
 
 
 def _commit(record: Record) -> str:
     return record.source.get("commit", "")
-
-
-def _least_held_up(newest: Record, sessions: Sequence[Record]) -> Record:
-    """Returns the newest record; of a call issued for over half of its time that of the fastest
-    session.
-
-    That must be a tenth less: calls of one session belong together.
-    """
-    is_call = verdicts.KIND_OF_METHOD.get(newest.timer.get("method")) == verdicts.CALL
-    if not is_call or verdicts.issued(newest.metrics) <= 0.5:
-        return newest
-    measured = [record for record in sessions if record.metrics]
-    fastest = min(measured, key=lambda record: record.metrics["median_ms"])
-    return fastest if newest.metrics["median_ms"] > 1.1 * fastest.metrics["median_ms"] else newest
 
 
 def dates_of(records: Iterable[Record]) -> str:
