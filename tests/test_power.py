@@ -168,7 +168,8 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
 
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    num_calls = 1000  # all of them fit into the queue, so that reading holds none up
+    num_calls = 1000  # as many as the queue holds, so that the host is free to read
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with open_nvml() as nvml:
         handle = nvml_handle(nvml)
 
@@ -178,15 +179,17 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
                 now = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
             return time.perf_counter(), now
 
-        metrics = sustained(lambda: a @ b, device_kind="cuda", warmup_s=2.0, flops=2 * n**3).metrics
-        begin = time.perf_counter()
-        for _ in range(num_calls):
-            a @ b
+        lengths = {"warmup_s": 2.0, "window_s": 2.5}
+        metrics = sustained(lambda: a @ b, device_kind="cuda", flops=2 * n**3, **lengths).metrics
+        for event in (begin, end):
+            for _ in range(num_calls):
+                a @ b
+            event.record()
+        begin.synchronize()
         first_s, first_mj = step()
         time.sleep(1.0)
         last_s, last_mj = step()
-        torch.cuda.synchronize()
-        ms_per_call = 1e3 * (time.perf_counter() - begin) / num_calls
-    watts = 1e-3 * (last_mj - first_mj) / (last_s - first_s)
-    by_hand = 2 * n**3 / ms_per_call / 1e9 / watts
+    end.synchronize()
+    tflops = 2 * n**3 * num_calls / begin.elapsed_time(end) / 1e9
+    by_hand = tflops / (1e-3 * (last_mj - first_mj) / (last_s - first_s))
     assert metrics["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)
