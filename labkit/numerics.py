@@ -157,10 +157,11 @@ def normalise(
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
-    """Returns ‖result − exact‖ / ‖exact‖ in fp64."""
-    result = result.detach().cpu().double()
-    exact = exact.detach().cpu().double()
-    return float((result - exact).norm() / exact.norm())
+    """Returns ‖result − exact‖ / ‖exact‖ in fp64; raises ValueError for two shapes."""
+    if result.shape != exact.shape:
+        raise ValueError(f"a result of shape {tuple(result.shape)}; accepted: {tuple(exact.shape)}")
+    exact = exact.detach().double()
+    return float((result.detach().to(exact) - exact).norm() / exact.norm())
 
 
 @dataclass(frozen=True)
@@ -201,22 +202,20 @@ def judge(
         dtype: of the result, before any cast to fp64.
         num_terms: of the longest sum.
 
-    Raises AssertionError for a result that is not finite or outside its budget.
+    Raises AssertionError for a result that is not finite or outside its budget, and where
+    eager's is not finite, which would allow anything; ValueError for another shape.
     """
     rounding = torch.finfo(dtype).eps / 2 + num_terms**0.5 * torch.finfo(torch.float32).eps / 2
     budget = OUTPUT_BUDGET if name == "out" else GRADIENT_BUDGET
-    value = value.detach().to(reference.device, torch.float64)
+    value = value.detach().to(reference)
     errors = _block_errors(value, reference)
     limits = [budget * (error + rounding) for error in _block_errors(eager, reference)]
     fraction = max(error / limit for error, limit in zip(errors, limits, strict=True))
+    if not eager.isfinite().all():
+        raise AssertionError(f"eager's {name} is not finite, which would allow anything")
     if not value.isfinite().all() or not fraction <= 1:
         raise AssertionError(f"wrong: the error of {name} is {fraction:.3g} times what is allowed")
-    norm = reference.norm()
-    return Verdict(
-        ((value - reference).norm() / norm).item(),
-        ((eager - reference).norm() / norm).item(),
-        fraction,
-    )
+    return Verdict(relative_error(value, reference), relative_error(eager, reference), fraction)
 
 
 def _block_errors(x: Tensor, reference: Tensor) -> list[float]:
@@ -226,7 +225,6 @@ def _block_errors(x: Tensor, reference: Tensor) -> list[float]:
     errors = [((x - reference).abs().max() / reference.abs().max()).item()]
     rows = -(-reference.shape[-2] // NUM_BLOCKS)
     for block, exact in zip(x.split(rows, dim=-2), reference.split(rows, dim=-2), strict=True):
-        norm = exact.norm()
-        if norm > 0:  # a gradient that is zero throughout has no relative error
-            errors.append(((block - exact).norm() / norm).item())
+        if exact.norm() > 0:  # a gradient that is zero throughout has no relative error
+            errors.append(relative_error(block, exact))
     return errors

@@ -133,8 +133,7 @@ class AttentionCall:
             self.function = FORMULAS[self.impl]
         else:
             self.function = functools.partial(attention, impl=self.impl)
-            causal = bool(self.mask)
-            if reason := unavailable_reason(self.impl, *self.inputs[:2], causal=causal):
+            if reason := unavailable_reason(self.impl, *self.inputs[:2], causal=bool(self.mask)):
                 raise Skip(reason)
 
     def forward(self) -> Tensor:
@@ -209,7 +208,6 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     if phase == "backward":
         function = Tensor.backward
         inputs = call.forward_for_backward
-    kind = call.device.kind
     metrics: dict = {}
     if call.is_compiled:
         function(*inputs())
@@ -220,7 +218,7 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
         time_callable,
         function,
         inputs=inputs,
-        device_kind=kind,
+        device_kind=call.device.kind,
         max_samples=ATTENTION_PASSES,
         target_half_width=0.0,
         time_limit_s=case.time_limit_s,
@@ -231,17 +229,6 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     return times.measured(metrics, {**case.parameters, "precision": precision}, keep="pass_ms")
 
 
-def _graph(out: Tensor) -> list:
-    """Returns every autograd node behind `out`."""
-    nodes, pending = {}, [out.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in nodes:
-            nodes[node] = None
-            pending += [behind for behind, _ in node.next_functions]
-    return list(nodes)
-
-
 def saved_tensors(out: Tensor) -> list[Tensor]:
     """Returns the tensors that the graph behind `out` keeps for the backward pass, plain numbers
     left out.
@@ -250,7 +237,14 @@ def saved_tensors(out: Tensor) -> list[Tensor]:
     again.
     """
     kept = []
-    for node in _graph(out):
+    seen = {None}
+    pending = [out.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        pending += [behind for behind, _ in node.next_functions]
         values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         for name in ("saved_tensors", "_tensors_no_vc_check"):
             values += getattr(node, name, None) or ()
@@ -264,13 +258,13 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _live_call(device: Device, case: Case) -> contextlib.AbstractContextManager[AttentionCall]:
-    return contextlib.nullcontext(AttentionCall(device, case.parameters))
-
+_calls = section(
+    _measure, lambda device, case: contextlib.nullcontext(AttentionCall(device, case.parameters))
+)
 
 SECTIONS = {
     **CEILINGS,
-    **dict.fromkeys(("attention", "course", "masked"), section(_measure, _live_call)),
+    **dict.fromkeys(("attention", "course", "masked"), _calls),
     "transformer": run_steps,
 }
 

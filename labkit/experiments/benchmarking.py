@@ -26,12 +26,11 @@ from labkit.configs import (
 from labkit.device import Device
 from labkit.experiments.ceilings import (
     CEILINGS,
-    achieved,
     ceiling_cases,
     copy_buffers,
     timed_call,
 )
-from labkit.experiments.sections import run_section, section, time_once_ms, timed
+from labkit.experiments.sections import rate_metrics, run_section, section, time_once_ms, timed
 from labkit.experiments.step import run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured
 from labkit.measure.timing import Timing
@@ -103,8 +102,8 @@ def _measure_timer(device: Device, case: Case, method: str) -> Measured:
         times = timed_call(device, negate, source, method=method)
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
-    rate = achieved(device, times, "fp32", num_bytes=2 * source.nbytes)
-    return times.measured(rate, {"kind": "negate"}, {"num_bytes": source.nbytes})
+    rates = rate_metrics(device, {}, times.timing.median_ms, "fp32", num_bytes=2 * source.nbytes)
+    return times.measured(rates, {"kind": "negate"}, {"num_bytes": source.nbytes})
 
 
 def _time_independently(device: Device, function: Callable, source: torch.Tensor) -> Timing:

@@ -83,7 +83,7 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
         time.sleep(1)
         samples = {"min_samples": 10, "max_samples": 10}
     times = timed_call(device, call, **samples)
-    metrics = achieved(device, times, precision, **work)
+    metrics = rate_metrics(device, {}, times.timing.median_ms, precision, **work)
     metrics |= sustained_metrics(device, times, call, **work)
     return times.measured(metrics, described, observed)
 
@@ -102,13 +102,3 @@ def copy_buffers(device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a target and a source of COPY_BYTES each."""
     source = torch.randn(COPY_BYTES[device.kind] // 4, device=device.kind)
     return torch.empty_like(source), source
-
-
-def achieved(device: Device, times: Timed, precision: str, **work: int) -> dict:
-    """Returns the rate of a call of this `work`, as `rate_metrics`, and the datasheet's."""
-    metrics = rate_metrics(device, {}, times.timing.median_ms, precision, **work)
-    peak = None
-    if device.peaks:
-        peaks = device.peaks
-        peak = peaks.tflops(precision) if "flops" in work else peaks.memory_gb_per_s
-    return metrics | {"datasheet": peak}

@@ -468,9 +468,13 @@ def contest(
         operation.confirm(phase, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
-            call, flops = operation.call(impl, name), metrics["flops"]
-            top = ceilings.get(f"sustained gemm {operation.precision}")
-            metrics |= sustained_metrics(operation.device, timed, call, flops=flops, ceiling=top)
+            metrics |= sustained_metrics(
+                operation.device,
+                timed,
+                operation.call(impl, name),
+                flops=metrics["flops"],
+                ceiling=ceilings.get(f"sustained gemm {operation.precision}"),
+            )
         precision = numerics.live_precision(operation.dtype)
         return timed.measured(metrics, {**case.parameters, "precision": precision})
 

@@ -83,8 +83,7 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         if code not in grid.block_codes:
             continue
         parameters = {"part": part, "code": code, **grid.block, "precision": "fp32"}
-        block = Case("block", parameters, ("saved",), limit, compiles=code == "compiled")
-        planned.append(block)
+        planned.append(Case("block", parameters, ("saved",), limit, compiles=code == "compiled"))
     for attention, plans in grid.checkpoint_plans.items():
         for plan in plans:
             parameters = step_parameters(*grid.checkpointed, attention=attention)

@@ -162,8 +162,8 @@ def rate_metrics(
     flops: int = 0,
     num_bytes: int = 0,
 ) -> dict:
-    """Returns a call's `flops` or `num_bytes`, its rate, and the rate's shares of the session's
-    ceiling and of the datasheet's peak, which is that of `peak_precision` where that is another.
+    """Returns a call's `flops` or `num_bytes`, its rate, the session's ceiling and the datasheet's
+    peak, which is that of `peak_precision` where that is another, and the rate's shares of both.
     """
     peaks = device.peaks
     if flops:
@@ -179,6 +179,7 @@ def rate_metrics(
     return metrics | {
         "ceiling": ceiling,
         "ceiling_fraction": rate / ceiling if ceiling else None,
+        "datasheet": peak,
         "datasheet_fraction": rate / peak if peak else None,
     }
 

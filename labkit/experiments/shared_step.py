@@ -116,9 +116,7 @@ class SharedStep(Step):
         self.config = self.model.config
         self.tokens, self.targets = own_tokens(self.config, *self.tokens.shape)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        options: dict[str, Any] = {}
-        if way.is_cast_by_wrapper:
-            options["compute_dtype"] = self.recipe.autocast
+        options = {"compute_dtype": self.recipe.autocast} if way.is_cast_by_wrapper else {}
         self.model = way.wrap(self.model, **options)
         parameters = list(self.model.parameters())
         if way.optimizer:

@@ -239,7 +239,7 @@ def _linear_forward(
         if with_gradients:
             grad_hidden_NC, grad_weight_VC = gradients
             torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
-            _add_product(grad_weight_VC, logits_NV.T, hidden_NC[rows], is_first=start == 0)
+            _add_product(grad_weight_VC, logits_NV.T, hidden_NC[rows], beta=min(start, 1))
     return [rows_N3.select(1, 0).mean(), *gradients]
 
 
@@ -247,9 +247,8 @@ def _empty_gradients(hidden_NC: Tensor, weight_VC: Tensor) -> list[Tensor]:
     return [torch.empty_like(hidden_NC), torch.empty_like(weight_VC, dtype=torch.float32)]
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    """Adds a b to an fp32 total in place; the first one is written over what is there."""
-    beta = 0 if is_first else 1
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
+    """Adds a b to an fp32 total in place; with beta 0 it is written over what is there."""
     if a.dtype == torch.float32 or not a.is_cuda:
         total.addmm_(a.float(), b.float(), beta=beta)
     else:

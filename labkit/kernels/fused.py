@@ -30,7 +30,7 @@ class Operator:
     def __init__(self, name: str, function: Callable, mutates_args: tuple[str, ...], opaque: bool):
         self.name = name
         self.function = function
-        self.mutates = bool(mutates_args)
+        self.mutates = mutates_args
         self.gradients = None
         make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
         self.op = make(f"labkit::{name}", function, mutates_args=mutates_args)

@@ -77,10 +77,9 @@ class DropoutLinear(torch.autograd.Function):
     @outside_autocast
     def backward(ctx, grad_y: Tensor):
         x, weight, seed = ctx.saved_tensors
-        grad_weight = grad_y.T @ seeded_dropout(x, ctx.p, seed)
         return (
             seeded_dropout(grad_y @ weight, ctx.p, seed),
-            grad_weight,
+            grad_y.T @ seeded_dropout(x, ctx.p, seed),
             column_sums(grad_y),
             None,
             None,

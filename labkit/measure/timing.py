@@ -408,7 +408,7 @@ def compare(
     Args:
         candidates: callables without arguments.
         baseline: the candidate that the ratios divide by.
-        rounds: as many samples of each; it is advanced outside of what is timed.
+        rounds: as many samples of each, two at least; it is advanced outside of what is timed.
         Others as in `time_callable`.
 
     Raises:
@@ -444,8 +444,10 @@ def bootstrap_median(
     values: np.ndarray, generator: np.random.Generator, num_resamples: int = 2000
 ) -> tuple[float, float, float]:
     """Returns the median of `values` and its bootstrap 95 % interval (Efron 1979, percentile
-    method).
+    method); raises ValueError for fewer than two, which would be certain of themselves.
     """
+    if len(values) < 2:
+        raise ValueError(f"an interval of {len(values)} values; accepted: 2 and more")
     medians = np.median(generator.choice(values, (num_resamples, len(values))), axis=1)
     low, high = np.quantile(medians, (0.025, 0.975)).tolist()
     return float(np.median(values)), low, high

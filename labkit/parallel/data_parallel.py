@@ -82,7 +82,7 @@ class GradientBuckets:
             largest bucket.
         sent_as: a dtype in which gradients travel, see `average_in`; None for their own.
 
-    Raises ValueError for another transport.
+    Raises ValueError for another transport, and a dtype to send that is not a floating one.
     """
 
     def __init__(
@@ -103,6 +103,8 @@ class GradientBuckets:
         self._stream = torch.cuda.Stream() if is_apart else None
         self._peers: PeerMemory | None = None
         params = [p for p in params if p.requires_grad][::-1]
+        if sent_as and not sent_as.is_floating_point:
+            raise ValueError(f"sent_as is {sent_as}; accepted: a floating dtype")
         groups = list(_grouped(params, bucket_bytes))
         self._buckets = [_Bucket(group, set(map(id, group))) for group in groups]
         for number, group in enumerate(groups):
@@ -313,7 +315,8 @@ class BucketedDataParallel(_DataParallel):
     torch.bfloat16 half the bytes travel and sums stay in fp32: a gradient is off by at most 2⁻⁷ of
     the ranks' largest.
 
-    Raises ValueError for a size of 0 and below, another transport, or a copy in another dtype.
+    Raises ValueError for a size of 0 and below, another transport, a copy in another dtype, or one
+    that is not a floating one.
     """
 
     _overlap = True

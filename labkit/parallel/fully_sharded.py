@@ -184,6 +184,10 @@ class _Layer:
         for weight in self.weights:
             weight.layer = self
 
+    def versions(self) -> list[int]:
+        """Returns how often each parameter has been written."""
+        return [parameter.outer._version for _, _, parameter in self.uses]
+
 
 class FullyShardedDataParallel(Wrapper):
     """Trains `module` with each floating parameter of two and more dimensions sharded by rows over
@@ -211,9 +215,10 @@ class FullyShardedDataParallel(Wrapper):
     Attributes:
         symmetric_bytes: of memory that copies are read from; torch's allocator does not count it.
 
-    Raises ValueError for another transport;
-    RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a parameter
-    used by another module than its own outside of a unit, and as `Wrapper`.
+    Raises ValueError for another transport, and complex parameters that are not frozen;
+    RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a backward
+    pass through parameters written since, a parameter used by another module than its own outside
+    of a unit, and as `Wrapper`.
     """
 
     def __init__(
@@ -265,6 +270,8 @@ class FullyShardedDataParallel(Wrapper):
         made: dict[nn.Parameter, _Parameter] = {}
         for name, p in module.named_parameters():
             if not p.is_floating_point():
+                if p.requires_grad:
+                    raise ValueError(f"{name} is {p.dtype}; accepted: real, or frozen")
                 continue
             p.data = p.data.contiguous()
             is_sharded = p.ndim > 1 and len(p) >= dist.get_world_size()
@@ -325,7 +332,8 @@ class FullyShardedDataParallel(Wrapper):
             self._plan = self._uses
         self._uses = []
         self._position = 0
-        self._in_backward = False
+        # What a forward pass has left that failed, or had no backward pass, may be old by now.
+        self._free_all()
         if self._peers:
             self._peers.refresh()
         try:
@@ -413,12 +421,15 @@ class FullyShardedDataParallel(Wrapper):
                 weight.free()
         if layer.backward_reads:
             leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            versions = layer.versions()
             torch.autograd.graph.register_multi_grad_hook(
-                leaves, lambda _: self._before_backward(layer), mode="any"
+                leaves, lambda _: self._before_backward(layer, versions), mode="any"
             )
 
-    def _before_backward(self, layer: _Layer) -> None:
+    def _before_backward(self, layer: _Layer, versions: list[int]) -> None:
         """Sends the gradients of the layer whose turn is over, frees it, and gathers this one."""
+        if versions != layer.versions():
+            raise RuntimeError("parameters written after forward; accepted: after backward")
         self._in_backward = True
         if self._running is not None:
             self._reduce(self._running)
@@ -459,6 +470,7 @@ class FullyShardedDataParallel(Wrapper):
             weight.add_gradient(weight.unpadded(shard).to(weight.local.dtype))
 
     def _free_all(self) -> None:
+        self._in_backward = False
         self._running = None
         for weight in self._weights:
             weight.free()

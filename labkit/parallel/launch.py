@@ -313,8 +313,7 @@ def run_rank(folder: Path) -> None:
         group = {"store": store, "rank": rank, "world_size": call.nproc, "timeout": timeout}
         if call.device == "cuda":
             torch.cuda.set_device(local)
-            device = torch.device("cuda", local)
-            dist.init_process_group("nccl", **group, device_id=device)
+            dist.init_process_group("nccl", **group, device_id=torch.device("cuda", local))
         else:
             dist.init_process_group("gloo", **group)
         with open(folder / f"{local}.items", "wb") as file:

@@ -33,7 +33,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kwargs: passed to it.
 
     Raises ValueError for an empty parameter list (as every torch optimizer), and parameters that
-    differ between ranks in number, shape or dtype, on every rank alike.
+    differ between ranks in number, shape or dtype, on every rank alike; RuntimeError in a step
+    where `param_groups` were given other parameters.
     """
 
     def __init__(self, params, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any):
@@ -68,6 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates the owned parameters, then broadcasts each from its owner; returns the closure's
         value.
         """
+        if self._owners.keys() != {p for group in self.param_groups for p in group["params"]}:
+            raise RuntimeError("param_groups hold other parameters; accepted: by add_param_group")
         loss = torch.enable_grad()(closure)() if closure else None
         _copy_settings(self.param_groups, self._local.param_groups)
         self._local.step(**kwargs)
