@@ -191,15 +191,16 @@ def compare_rows(
 ) -> Fact:
     """Returns `compare` of two rows."""
     interval = verdicts.ratio(base, other, value)
+    is_time = unit_of(value) == "ms"
     # Of times the base is above the line, of bytes the other.
-    shown = interval.mid if unit_of(value) == "ms" else 1 / interval.mid
+    shown = interval.mid if is_time else 1 / interval.mid
     ratio = Quantity(shown, "×", mark(base, value) or mark(other, value))
     numbers = {
         "base": quantity(base, value),
         "other": quantity(other, value),
         "ratio": ratio,
         "value": ratio,
-        "interval": span(interval.low, interval.high),
+        "interval": span(interval.low, interval.high) if is_time else ratio,
     }
     small = _is_small(base, value) and _is_small(other, value)
     return Fact(case, numbers, interval.verdict, small=small, plain=plain, marked=bool(ratio.mark))
