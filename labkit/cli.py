@@ -269,7 +269,7 @@ def _write_report(
     print(file=sys.stderr)
     for name in folders:
         print(f"{name}: {card.status_counts(measured[name]) or 'no records'}")
-    for sentence in disturbed_note(records.to_frame(itertools.chain(*measured.values()))):
+    for sentence in disturbed_note([*itertools.chain(*measured.values())]):
         print(sentence)
     written = render.rebuild(device.slug, output=output, html=True, by_papermill=True, own=own)
     print(f"{(time.monotonic() - start) / 60:.1f} minutes")

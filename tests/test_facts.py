@@ -124,6 +124,7 @@ def test_of_bytes_the_ratio_is_the_others_over_the_bases_and_less_is_ahead():
     rows = pair().assign(peak_bytes=[4 * 2**30, 2**30])
     fact = compare(rows, BASE, OTHER, value="peak_bytes")
     assert (fact.verdict, str(fact["ratio"]), str(fact["other"])) == ("ahead", "0.250×", "1.00 GiB")
+    assert said(fact) == "bf16 against fp32, peak bytes: ahead, 0.250×."
 
 
 def test_sessions_that_agree_decide_what_the_samples_of_one_could_not():

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from labkit import notebooks
 from labkit.configs import SIZES
-from labkit.records import Record, to_frame
+from labkit.records import Record
 from labkit.report import facts, figures, sessions, tables, verdicts
 from labkit.report.chapter import Chapter, Chapters, commits_of, dates_of, torch_of
 from labkit.report.frame import Row, by_way, cell, only, select, size_name, usable
@@ -73,8 +73,9 @@ sessions by {percent(BETWEEN[DEVICE])}, for calls by {percent(BETWEEN[CALL])}. C
 that the host holds up are widened by what hosts were seen to differ, up to \
 {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy.
-- No finding is made of kernels under {facts.LEAST_MS:.0f} ms, memory under {
-    facts.LEAST_BYTES / 2**20:.0f} MiB or fewer than {facts.LEAST_CASES} cases.
+- No sentence compares two times under {facts.LEAST_MS:.0f} ms or two memories under {
+    facts.LEAST_BYTES / 2**20:.0f} MiB; no range is of fewer than {facts.LEAST_CASES} cases.
+- A session is one run of one chapter.
 - GB/s: 10⁹ bytes a second. GiB: 2³⁰ bytes. A multiply-add: two FLOPs."""
 
 
@@ -198,7 +199,8 @@ def ladder(chapters: Chapters) -> Figure | None:
             continue
         style = figures.STYLES[size]
         look = {"marker": style.marker, "color": style.colour}
-        axis.plot(list(times), list(times.values()), label=size_name(size), **look)
+        # A rung that was not measured is a gap.
+        axis.plot(pd.Series(times).reindex(range(len(rungs))), label=size_name(size), **look)
         # The two large sizes lie close together: the label of the lower goes below.
         above = size != LADDER_SIZES[1]
         look = {"ha": "center", "va": "bottom" if above else "top", "size": 9}
@@ -232,7 +234,8 @@ def _ladder_part(chapters: Chapters) -> list[str]:
     text = (
         "Batch 4, one CUDA graph a step, so no host enters its time. Dotted: at the sustained "
         "bf16 roof. *bf16* is autocast over fp32 weights; *compiled* compiles each block; "
-        "*pure bf16* has no fp32 weights."
+        "*our kernels* keep the blocks' matrices in bf16 beside fp32 masters; *pure bf16* has no "
+        "fp32 weights."
     )
     figure = f"![{alt}](../figures/{first_of(chapters).device}/{LADDER_FILE})"
     return ["### One training step, from slow to fast", figure, tables.to_markdown(table), text]
@@ -307,10 +310,10 @@ def longest(frame: pd.DataFrame, **case: Any) -> str:
     if rows.empty:
         return "not measured"
     fits = rows["context"][rows["status"] == "ok"]
-    too_large = (rows["status"] == "oom") | rows["reason"].str.startswith("needs at least")
+    too_large = ((rows["status"] == "oom") | rows["reason"].str.startswith("needs at least")).any()
     if len(fits):
-        return f"{'' if too_large.any() else '≥ '}{fits.max():,}"
-    return "does not fit" if too_large.any() else "not measured"
+        return f"{'' if too_large else '≥ '}{fits.max():,}"
+    return "does not fit" if too_large else "not measured"
 
 
 def _fits_part(chapters: Chapters) -> list[str]:
@@ -319,11 +322,14 @@ def _fits_part(chapters: Chapters) -> list[str]:
     steps = select(steps, phase="train_step", compile="none")
     profiles = frame_of(chapters, "02_nsys_analysis", "profiles")
     plans = frame_of(chapters, "04_memory", "checkpointing")
-    flash = {"phase": "train_step", "attention": "auto", "precision": "bf16"}
     ways = {
         "fp32": select(steps, precision="fp32"),
-        "bf16": select(steps, precision="bf16"),
-        "bf16 + our FlashAttention": select(profiles, **flash),
+        "bf16": pd.concat(
+            [select(steps, precision="bf16"), select(plans, plan="none", attention="eager")]
+        ),
+        "bf16 + our FlashAttention": select(
+            profiles, phase="train_step", attention="auto", precision="bf16"
+        ),
         "+ every block recomputed": select(plans, plan="1", attention="sdpa_flash"),
     }
     sizes = [size for size in SIZES if len(select(steps, size=size))]
@@ -363,7 +369,7 @@ def provenance(chapters: Chapters) -> str:
         f"Device: {_machine(first)}.",
         *(f"Lacking: {name}: {text}." for name, text in first.environment.get("lacks", {}).items()),
         f"Software: {_versions(shown)}.",
-        *disturbed_note(to_frame(shown)),
+        *disturbed_note(shown),
         *_power_note(first, shown),
     ]
     parts = [
@@ -426,7 +432,10 @@ def chapters_table(chapters: Chapters) -> pd.DataFrame:
         changed = any(record.source.get("dirty") for record in shown)
         rows.append(
             {
-                "chapter": f"[{heading}](#{anchor(heading)})",
+                # A CPU's page has no chapters.
+                "chapter": heading
+                if chapter.device_kind == "cpu"
+                else f"[{heading}](#{anchor(heading)})",
                 "device": chapter.device_name,
                 "records": status_counts(shown),
                 "sessions": len({record.session for record in every} - {""}),
@@ -449,7 +458,8 @@ def not_shown(shown: Sequence[Record], every: Sequence[Record]) -> list[str]:
     sessions_of = Counter(record.resume_key() for record in every if record.timer)
     num_once = sum(num == 1 for num in sessions_of.values())
     lines = [
-        "One device of its kind: two of one model differ by some percent.",
+        "Measured on few devices: two of one model differ by some percent.",
+        "Newer code than a chapter's commit can be faster or slower.",
         f"{num_once:,} of {len(sessions_of):,} timed rows are of one session.",
         "Tokens and weights are random: only chapter 03's toy task is about learning.",
     ]

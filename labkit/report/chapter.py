@@ -251,14 +251,14 @@ class Chapter:
 
     def _nothing(self, caption: str, arguments: Sequence) -> Markdown:
         """Shows that nothing was measured, and why where all was tried and failed."""
+        text = f"not measured on {self.device}"
         for frame in arguments:
             if isinstance(frame, pd.DataFrame) and not frame.empty and not _is_measured(frame):
-                reason = str(frame["reason"].iloc[0])[:120]
+                text = f"all {len(frame)} attempts on {self.device} failed"
                 if frame["status"].iloc[0] == "skipped":
-                    return Markdown(f"*{caption}: not possible on {self.device}: {reason}.*")
-                attempts = f"all {len(frame)} attempts on {self.device} failed"
-                return Markdown(f"*{caption}: {attempts}: {reason}.*")
-        return Markdown(f"*{caption}: not measured on {self.device}.*")
+                    text = f"not possible on {self.device}"
+                text += f": {str(frame['reason'].iloc[0])[:120]}"
+        return Markdown(f"*{caption}: {text}.*")
 
 
 def _built(build: Callable, *arguments, **options):

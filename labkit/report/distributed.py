@@ -94,7 +94,8 @@ def steps_figure(rows: pd.DataFrame) -> Figure:
     figure, axes = figures.panels(len(sizes), height=3.0)
     for axis, (size, ways) in zip(axes, sizes, strict=True):
         ways = ways.set_index("phase").reindex(rows["phase"].unique())
-        median = ways["median_ms"]
+        # NaN at the end would shorten an axis, and the panels share the names of the first.
+        median = ways["median_ms"].fillna(0)
         ends = [median - ways["p20_ms"], ways["p80_ms"] - median]
         axis.barh(ways.index, median, xerr=ends, color="#56b4e9")
         axis.axvline(median.get("alone", 0), color="black")

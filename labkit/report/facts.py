@@ -62,7 +62,7 @@ class Fact:
         numbers: by name, as texts take them: {base}, {other}, {ratio}, {value}, ...
         verdict: of `verdicts.VERDICTS`, or MIXED of a tally; "" of what compares nothing.
         missing: what was not measured; "" where there is something to say.
-        small: too small to draw a conclusion about a device.
+        small: too small, or too few cases, to draw a conclusion about a device.
         plain: both sides in words, for the plain form.
         marked: a row behind it was marked: then the first page does not rest on it.
     """
@@ -169,15 +169,17 @@ def compare(
     """
     rows = []
     for side in (base, other):
-        row = only(frame, **{**case, **side})
+        whole = {**case, **side}
+        row = only(frame, **whole)
         if not _is_measured(row, value):
-            return Fact(case_name(case), missing=case_name({**case, **side}))
+            return Fact(case_name(case), missing=case_name(whole))
         rows.append(row)
-    return compare_rows(*rows, value, case_name(case), _sides(base, other))
+    return compare_rows(*rows, value, case_name(case), _sides(base, other, value))
 
 
-def _sides(base: Row, other: Row) -> str:
-    return f"{case_name(other)} against {case_name(base)}"
+def _sides(base: Row, other: Row, value: str) -> str:
+    words = "" if value == "median_ms" else f", {value.replace('_', ' ')}"
+    return f"{case_name(other) or 'none'} against {case_name(base) or 'none'}{words}"
 
 
 def compare_rows(
@@ -189,15 +191,16 @@ def compare_rows(
 ) -> Fact:
     """Returns `compare` of two rows."""
     interval = verdicts.ratio(base, other, value)
+    is_time = unit_of(value) == "ms"
     # Of times the base is above the line, of bytes the other.
-    shown = interval.mid if unit_of(value) == "ms" else 1 / interval.mid
+    shown = interval.mid if is_time else 1 / interval.mid
     ratio = Quantity(shown, "×", mark(base, value) or mark(other, value))
     numbers = {
         "base": quantity(base, value),
         "other": quantity(other, value),
         "ratio": ratio,
         "value": ratio,
-        "interval": span(interval.low, interval.high),
+        "interval": span(interval.low, interval.high) if is_time else ratio,
     }
     small = _is_small(base, value) and _is_small(other, value)
     return Fact(case, numbers, interval.verdict, small=small, plain=plain, marked=bool(ratio.mark))
@@ -228,14 +231,12 @@ def compare_all(
             # In parentheses, where a size's parameters would open another pair.
             words = case_name({name.removesuffix("size"): part for name, part in key.items()})
             facts[words] = fact
-    plain = _sides(base, other)
+    plain = _sides(base, other, value)
     if not facts:
         return Fact("", missing=f"{plain} for {case_name(case)}" if case else plain)
-    ratios = {words: fact["ratio"] for words, fact in facts.items()}
-    ordered = sorted(ratios, key=ratios.get)
-    ends = ordered[0], ordered[-1]
-    least, most = (ratios[words] for words in ends)
-    named = [f"{ratios[words]} ({words})" for words in ends]
+    ordered = sorted((fact["ratio"], words) for words, fact in facts.items())
+    least, most = ordered[0][0], ordered[-1][0]
+    named = [f"{ratio} ({words})" for ratio, words in (ordered[0], ordered[-1])]
     counts = Counter(fact.verdict for fact in facts.values())
     narrow = most.value <= WIDEST_RANGE * least.value
     numbers = {
@@ -384,8 +385,10 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
     for fact in several:
         if fact.missing:
             return f"*Not measured: {fact.missing}.*"
-    if any(fact.small for fact in several):
-        return f"*Too small here to draw a conclusion: {first.case or first.plain}.*"
+    for fact in several:
+        if fact.small:
+            about = f"{fact.plain}, {fact.case}".strip(", ")
+            return f"*Too small, or too few cases, to draw a conclusion: {about}.*"
     chosen = texts.get(first.verdict, text if first.verdict in ("", MIXED) else "")
     if first.verdict == MIXED and "{total}" not in chosen and "{value}" not in chosen:
         chosen = ""  # cases that differ are a selection, which must say of how many

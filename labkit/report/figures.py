@@ -30,7 +30,7 @@ class Style(NamedTuple):
 
 STYLES = {
     # precisions
-    "fp32": Style("#0072b2", "o"),
+    "fp32": Style("#0072b2"),
     "tf32": Style("#e69f00", "s", "--"),
     "bf16": Style("#009e73", "D", "-."),
     "fp16": Style("#cc79a7", "^", ":"),
@@ -47,7 +47,7 @@ STYLES = {
     "triton_ieee": Style("#b06a6c", "v", "-."),
     "auto": Style("#8a1c20", "h"),
     # sizes of the ladder
-    "small": Style("#355f8d", "o"),
+    "small": Style("#355f8d"),
     "xl-2025": Style("#22a884", "P"),
     "2.7b": Style("#44bf70", "X"),
 }
@@ -112,20 +112,20 @@ def panels(num_panels: int, height: float, num_columns: int = 2) -> tuple[Figure
     return figure, axes[:num_panels]
 
 
-def context_axis(axis: Axes, contexts: Iterable[int], label: str = "context (tokens)") -> None:
+def length_axis(axis: Axes, lengths: Iterable[int]) -> None:
     """Makes x a log2 axis of lengths with a tick at each measured one, every other one where they
     are many.
     """
-    lengths = sorted(set(contexts))
+    lengths = sorted(set(lengths))
     axis.set_xscale("log", base=2)
     ticks = lengths[:: len(lengths) // 7 + 1]
     names = [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks]
     axis.set_xticks(ticks, names)
     axis.minorticks_off()
-    axis.set_xlabel(label)
+    axis.set_xlabel("length (tokens)")
 
 
-def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
+def log_time_axis(axis: Axes, label: str) -> None:
     """Makes y a log axis with plain numbers at 1, 2 and 5 times each power of ten."""
     if not axis.lines:
         # All that was tried failed: there are marks alone, and no number to scale by.
@@ -196,7 +196,7 @@ def over_length(
             axis.sharey(axes[0])
         if limit:
             axis.axhline(limit, color="black", linewidth=1, linestyle=":")
-        context_axis(axis, rows["length"], "length (tokens)")
+        length_axis(axis, rows["length"])
         log_time_axis(axis, label)
         axis.yaxis.set_major_locator(LogLocator())
         axis.label_outer()

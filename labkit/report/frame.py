@@ -38,14 +38,8 @@ DISTURBED = "⚠ "
 UNSTEADY = "~ "
 """Stands before a sustained value whose window did not reach steady clocks."""
 
-SUSTAINED_VALUES = (
-    "sustained_ms",
-    "sustained_tflops",
-    "sustained_gb_per_s",
-    "joules",
-    "watts",
-    "tflop_per_joule",
-)
+SUSTAINED_VALUES = ("sustained", "joules", "watts", "tflop_per_joule")
+"""How the names of the values begin that are measured back to back."""
 
 
 def size_name(size: str) -> str:
@@ -123,7 +117,7 @@ def mark(row: Row, value: str = "median_ms") -> str:
     """Returns the mark that a row's value carries wherever it is printed, "" for none."""
     if row.get("disturbed") in (True, 1):
         return DISTURBED
-    return UNSTEADY if value in SUSTAINED_VALUES and row.get("steady") == 0 else ""
+    return UNSTEADY if value.startswith(SUSTAINED_VALUES) and row.get("steady") == 0 else ""
 
 
 def cell(

@@ -128,8 +128,12 @@ def timeline_figure(timelines: pd.DataFrame) -> Figure | None:
         late = begin > 0.8 * row["num_events"]
         axis.axvline(begin, color="0.3", linewidth=0.8, linestyle=":")
         axis.text(begin, 1.05 * peak, f" {phase} ", ha="right" if late else "left")
-    axis.set(xlim=(0, row["num_events"]), ylim=(0, 1.15 * peak))
-    axis.set(xlabel="allocations and frees of one step (number)", ylabel="in use (GiB)")
+    axis.set(
+        xlim=(0, row["num_events"]),
+        ylim=(0, 1.15 * peak),
+        xlabel="allocations and frees of one step (number)",
+        ylabel="in use (GiB)",
+    )
     axis.grid(visible=False)
     figures.finish(figure)
     return figure

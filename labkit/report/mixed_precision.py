@@ -77,7 +77,7 @@ def norm_costs(records: pd.DataFrame) -> pd.DataFrame:
     keys = ["norm", "setting", "input", "scale"]
     faults = ["overflowed_fraction", "nonfinite_fraction"]
     rows = usable(records, *keys, "statistics")
-    rows = rows.reindex(columns=list(dict.fromkeys([*rows, "relative_error", *faults])))
+    rows = rows.reindex(columns=[*keys, "statistics", "relative_error", *faults])
     base = select(rows, statistics="fp32").set_index(keys)["relative_error"]
     rows = rows.join(base.rename("base"), on=keys)
     is_sound = (rows[faults].fillna(0) == 0).all(axis=1)
@@ -108,6 +108,7 @@ def norms_figure(records: pd.DataFrame) -> Figure:
         mean, epsilon = NORM_SETTINGS[setting]
         axis.set_title(f"{NORMS[norm]}, mean {mean:g} std, ε {power(epsilon)}")
         axis.set(xlabel="std of the input", ylabel="relative error")
+        axis.margins(y=0.15)  # room for the marks of failures
     figures.finish(figure, num_columns=2)
     return figure
 

@@ -353,14 +353,17 @@ def _steps(
         way = _way(row)
         if not way or row["precision"] not in PRECISIONS:
             continue
-        step = {
-            "setting": _setting(row, way),
-            "case": f"{row['size']}, {row['context']:,}, {row['precision']}",
-            "way": way,
-            "device": chapter.device,
-            "measured": row[value],
-        }
-        steps.append(step | {name: row[name] for name in ("size", "context")})
+        steps.append(
+            {
+                "setting": _setting(row, way),
+                "size": row["size"],
+                "context": row["context"],
+                "way": way,
+                "case": f"{row['size']}, {row['context']:,}, {row['precision']}",
+                "device": chapter.device,
+                "measured": row[value],
+            }
+        )
     return steps
 
 
@@ -636,8 +639,10 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
     if setting.num_gpus > 1:
         gradients = accounting.parameter_bytes(setting.config)
         num_transfers = SHARING[setting.gpu_way].num_transfers
-        gather = "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
-        time = number(1e3 * num_transfers * accounting.ring_seconds(*gather))
+        seconds = accounting.ring_seconds(
+            "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
+        )
+        time = number(1e3 * num_transfers * seconds)
         lines.append(
             f"Communication of {setting.gpu_way} over {setting.num_gpus} GPUs: {time} ms a step at "
             f"the {LINK_BYTES_PER_S / 1e9:.0f} GB/s that NVLink reaches on an H200, hidden at "

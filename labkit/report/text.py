@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
@@ -73,14 +73,11 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w -]|[¹²³⁰-₉]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def disturbed_note(frame) -> list[str]:
-    """Returns the sentence that says how many of a frame's measurements other processes disturbed;
-    [] for none.
+def disturbed_note(records: Sequence) -> list[str]:
+    """Returns the sentence that says how many of the records' measurements other processes
+    disturbed; [] for none.
     """
-    if frame.empty or not frame["disturbed"].any():
-        return []
-    num_measured = (frame["status"] == "ok").sum()
-    num_disturbed = frame["disturbed"].sum()
-    return [
-        f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."
-    ]
+    num_measured = sum(record.status == "ok" for record in records)
+    num_disturbed = sum(record.telemetry.get("disturbed", False) for record in records)
+    text = f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."
+    return [text] if num_disturbed else []
