@@ -62,7 +62,7 @@ class Fact:
         numbers: by name, as texts take them: {base}, {other}, {ratio}, {value}, ...
         verdict: of `verdicts.VERDICTS`, or MIXED of a tally; "" of what compares nothing.
         missing: what was not measured; "" where there is something to say.
-        small: too small to draw a conclusion about a device.
+        small: too small, or of too few cases, to draw a conclusion about a device.
         plain: both sides in words, for the plain form.
         marked: a row behind it was marked: then the first page does not rest on it.
     """
@@ -139,8 +139,7 @@ def _is_small(row: Row, value: str) -> bool:
     size = row.get("size")
     if size in SIZES and accounting.num_parameters(SIZES[size]) < LEAST_PARAMETERS:
         return True
-    least = {"ms": LEAST_MS, "bytes": LEAST_BYTES}.get(unit_of(value))
-    return least is not None and row[value] < least
+    return row[value] < {"ms": LEAST_MS, "bytes": LEAST_BYTES}.get(unit_of(value), 0)
 
 
 def _is_measured(row: Row | None, value: str) -> bool:
@@ -177,7 +176,7 @@ def compare(
 
 
 def _sides(base: Row, other: Row) -> str:
-    return f"{case_name(other)} against {case_name(base)}"
+    return f"{case_name(other)} against {case_name(base) or 'none'}"
 
 
 def compare_rows(
@@ -385,7 +384,7 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
         if fact.missing:
             return f"*Not measured: {fact.missing}.*"
     if any(fact.small for fact in several):
-        return f"*Too small here to draw a conclusion: {first.case or first.plain}.*"
+        return f"*Too small or too few here to draw a conclusion: {first.case or first.plain}.*"
     chosen = texts.get(first.verdict, text if first.verdict in ("", MIXED) else "")
     if first.verdict == MIXED and "{total}" not in chosen and "{value}" not in chosen:
         chosen = ""  # cases that differ are a selection, which must say of how many
