@@ -139,8 +139,7 @@ def _is_small(row: Row, value: str) -> bool:
     size = row.get("size")
     if size in SIZES and accounting.num_parameters(SIZES[size]) < LEAST_PARAMETERS:
         return True
-    least = {"ms": LEAST_MS, "bytes": LEAST_BYTES}.get(unit_of(value))
-    return least is not None and row[value] < least
+    return row[value] < {"ms": LEAST_MS, "bytes": LEAST_BYTES}.get(unit_of(value), 0)
 
 
 def _is_measured(row: Row | None, value: str) -> bool:
