@@ -179,8 +179,9 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
                 now = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
             return time.perf_counter(), now
 
-        lengths = {"warmup_s": 2.0, "window_s": 2.5}
-        metrics = sustained(lambda: a @ b, device_kind="cuda", flops=2 * n**3, **lengths).metrics
+        metrics = sustained(
+            lambda: a @ b, device_kind="cuda", warmup_s=2.0, window_s=2.5, flops=2 * n**3
+        ).metrics
         for event in (begin, end):
             for _ in range(num_calls):
                 a @ b
