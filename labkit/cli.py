@@ -152,7 +152,7 @@ def run(
     ] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Which of them this one is.")] = 0,
     master_addr: Annotated[str, typer.Option(help="Where the others reach the first.")] = "",
-    master_port: Annotated[int, typer.Option(help="Its port.")] = 29500,
+    master_port: Annotated[int, typer.Option(min=1, max=65535, help="Its port.")] = 29500,
 ) -> None:
     """Measure this device and write its report: the notebooks, executed by papermill.
 
@@ -163,10 +163,11 @@ def run(
     from labkit.device import detect, measured_by
     from labkit.experiments import sweep
 
-    names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
-    if nnodes > 1:
-        # The follower learns from a closed connection that node 0 has ended, and torch warns of it.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # torch warns of the closed connection from which a follower learns that node 0 has ended, and
+    # of memory that is older than a profile.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    names = list(dict.fromkeys(map(notebooks.resolve, notebook or notebooks.names())))
+    if nnodes > 1 or node_rank:
         from labkit.parallel import launch
 
         if node_rank >= nnodes or not master_addr or not set(names) <= set(ALL_DEVICES):
@@ -181,8 +182,8 @@ def run(
         context.obj = launch.lead(nnodes, master_addr, master_port)  # as long as the command
     device = detect()
     options = dict(assignment.partition("=")[::2] for assignment in parameter or [])
-    own = options.get("own", "")
-    narrowed = {key: value for key, value in options.items() if key != "own"}
+    narrowed = dict(options)
+    own = narrowed.pop("own", "")
     rounds = [chosen_profile(profile, device.default_profile)]
     if profile == AUTO_PROFILE and device.kind == "cuda" and not options and not fresh:
         rounds = ["quick", "key", *rounds]
@@ -202,8 +203,13 @@ def run(
     start = time.monotonic()
     planned: set[tuple[str, ...]] = set()
     for round_profile in rounds:
-        settings = {"device": THIS_DEVICE, "profile": round_profile, "output": root}
-        settings |= {"fresh": fresh, "options": narrowed}
+        settings = {
+            "device": THIS_DEVICE,
+            "profile": round_profile,
+            "output": root,
+            "fresh": fresh,
+            "options": narrowed,
+        }
         sessions = [sweep.Session(name, **settings) for name in names]
         if own:
             sessions += [OwnSession(name, own, **settings) for name in names]
@@ -215,8 +221,11 @@ def run(
         try:
             sweep.measure(sessions)
         except KeyboardInterrupt:
-            kept = "Finished measurements are recorded; the same command goes on from there."
-            print(f"\nInterrupted. {kept}", file=sys.stderr)
+            print(
+                "\nInterrupted. Finished measurements are recorded; the same command goes on from "
+                "there.",
+                file=sys.stderr,
+            )
             sys.exit(INTERRUPTED)
         _write_report(device, output, folders, start, dict.fromkeys(names, own) if own else {})
 
@@ -246,7 +255,7 @@ def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[
         for case in cases:
             if plan.too_large(case.parameters, case.phases, memory_bytes(session.device)):
                 unfit[str(case.parameters["size"])] += 1
-    print(f"{profile}: about {minutes:.0f} minutes")
+    print(f"{profile}: about {minutes:.1f} minutes")
     for size, number in unfit.items():
         print(f"{profile}: {number} cases of {size} will not fit and are recorded so")
 
@@ -309,14 +318,8 @@ def report(
     from labkit.device import slug_of
     from labkit.report import render
 
-    device = slug_of(device)
-    written = render.rebuild(
-        device,
-        output=output,
-        html=html,
-        save_notebooks=save_notebooks,
-    )
-    for path in written:
+    options = {"output": output, "html": html, "save_notebooks": save_notebooks}
+    for path in render.rebuild(slug_of(device), **options):
         print(path)
 
 
@@ -328,8 +331,7 @@ def devices(
     from labkit.report import render, tables
 
     table = render.devices_summary(output or FIGURES)
-    nothing = "nothing measured yet: run `labkit run`"
-    print(nothing if table.empty else tables.to_markdown(table))
+    print("nothing measured yet: run `labkit run`" if table.empty else tables.to_markdown(table))
 
 
 @app.command()
@@ -370,10 +372,11 @@ def compare(
     from labkit import notebooks
     from labkit.report import compare as report
 
+    if (check and not sessions) or (sessions and (to or len(device or []) > 1)):
+        raise RequestError("--check goes with --sessions, which takes one device and no --to")
     names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
     if sessions:
-        measured = report.side((device or [REFERENCE_DEVICE])[0], output, names)
-        _compare_sessions(measured, check)
+        _compare_sessions(report.side((device or [REFERENCE_DEVICE])[0], output, names), check)
         return
     devices = list(dict.fromkeys(device or []))
     if len(devices) < 2:
@@ -466,8 +469,7 @@ def plan(
     from labkit.configs import model_config
     from labkit.report import plan as report
 
-    is_file = model.endswith(".json")
-    config = report.read_config(Path(model)) if is_file else model_config(model)
+    config = report.read_config(Path(model)) if model.endswith(".json") else model_config(model)
     free = {
         "d_model": d_model,
         "d_ff": d_ff,
@@ -515,7 +517,7 @@ def profile(
     _writable(output.parent)
     try:
         path = captured_step.keep_capture(case, output)
-    except (ProfileError, TimeoutError) as error:
+    except (ProfileError, RuntimeError, TimeoutError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(1)
     viewer = "at ui.perfetto.dev" if path.suffix == ".json" else "in Nsight Systems"
@@ -609,6 +611,7 @@ def course(
             print("{state:8}{seconds:6.1f} s  {test}  {reason}".format(**outcome), flush=True)
         return known
 
+    folder = str(_writable(output))  # before minutes of tests
     known = states(assignment.run_tests(checkout, timeout))
     fine = ("passed", "skipped", "missing")
     failed = [test for test, state in known.items() if state not in fine]
@@ -621,7 +624,6 @@ def course(
     print("Tests: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     filled, empty = assignment.adapters_of(checkout)
     print(f"Empty adapters: {', '.join(empty) or 'none'}", flush=True)
-    folder = str(_writable(output))
     for frame in assignment.contests(checkout, filled if contests else [], folder, timeout):
         print(frame.to_markdown(index=False, floatfmt=".3g"), flush=True)
     if failed:

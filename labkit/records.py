@@ -262,7 +262,12 @@ def read_environment(folder: Path) -> dict[str, Any]:
     """Returns the environment.json in a device's folder; {} if there is none. Raises RecordError if
     it is damaged.
     """
-    return _read_object(folder / "environment.json") or {}
+    path = folder / "environment.json"
+    environment = _read_object(path) or {}
+    for name in ("device", "gpu"):
+        if not isinstance(environment.get(name, {}), dict):
+            raise RecordError(f"{path}: {name} is {environment[name]!r}; accepted: dict")
+    return environment
 
 
 def done_path(folder: Path, notebook: str) -> Path:

@@ -1,11 +1,9 @@
 """The model as a course writes it: the same results as ours, recorded apart."""
 
 import pytest
-from chapters import CPU, in_section, measure
+from chapters import in_section, measure
 
 from labkit.experiments import attention, benchmarking, memory, nsys_analysis
-from labkit.experiments.step import Step, step_parameters
-from labkit.kernels import course
 
 EXPERIMENTS = {
     "01": (benchmarking, 15, "median_ms"),
@@ -16,14 +14,6 @@ EXPERIMENTS = {
 """Experiment, its cases in full, and a metric that each phase of them has."""
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
-
-
-def test_its_step_has_its_own_optimizer():
-    """By itself the optimizer is judged in test_bench, as is attention; the model in
-    test_transformer.
-    """
-    step = Step(CPU, step_parameters("nano", 32, "fp32", attention="course"))
-    assert isinstance(step.optimizer, course.AdamW)
 
 
 @pytest.mark.parametrize("number", EXPERIMENTS)

@@ -22,7 +22,7 @@ def record(session, median_ms=1.0, *, row="a", method="graph", **changed):
         "source": {"commit": "0123456"},
         "measurement_version": 2,
     }
-    known = {"notebook": NOTEBOOK, "case": {"size": row}, "phase": "forward", "device": "a-gpu"}
+    known = {"notebook": NOTEBOOK, "case": {"row": row}, "phase": "forward", "device": "a-gpu"}
     return Record(session=session, **known, **content | changed)
 
 
@@ -38,7 +38,7 @@ def test_a_row_is_compared_with_its_first_session():
         record("s3", 1.04),
         record("s2", 9.9, row="c"),
     )
-    assert set(found["row"]) == {"steps a forward"} and set(found["kind"]) == {"device"}
+    assert set(found["row"]) == {"steps: a, forward"} and set(found["kind"]) == {"device"}
     assert found[["lowest_ms", "highest_ms"]].to_numpy().tolist() == [[0.98, 1.0], [1.0, 1.04]]
     assert found["difference"].tolist() == pytest.approx([1 / 0.98 - 1, 0.04])
     assert sessions.table_worst(found)["difference"].tolist() == ["4 %"], "each row once"
@@ -110,7 +110,7 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(tmp_path):
     result = compare(*common)
     within = "Two sessions agree: 50 % of 2 device times within 5 %."
     assert result.exit_code == 0 and result.output.startswith(within)
-    assert "| steps a forward |" in result.output
+    assert "| steps: a, forward |" in result.output
     assert compare(*common, "--check").exit_code == 1
     chapter = Chapter(NOTEBOOK, device="a-gpu", output=str(tmp_path))
     assert within in card.page({NOTEBOOK: chapter}, {})

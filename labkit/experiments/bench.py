@@ -384,11 +384,13 @@ def bench(
 
     def contest(impls: Iterable[str], *entrants: Entrant) -> BenchCase:
         phases = tuple(f"{impl} {name}" for name in passes for impl in impls)
-        options = {"fresh_process": True, "entrants": entrants}
-        return BenchCase(section, parameters, phases, timeout_s, **options)
+        return BenchCase(
+            section, parameters, phases, timeout_s, fresh_process=True, entrants=entrants
+        )
 
-    options = {"device": THIS_DEVICE, "profile": "smoke", "fresh": True, "options": {}}
-    session = BenchSession("00_bench", output=output, **options)
+    session = BenchSession(
+        "00_bench", output=output, device=THIS_DEVICE, profile="smoke", fresh=True, options={}
+    )
     session.cases = [
         *ceiling_cases([precision], timeout_s),
         *(contest([one.label], one) for one in entrants),
@@ -463,6 +465,8 @@ def _entrant(function: Callable | str, folder: Path) -> Entrant:
     try:
         if isinstance(function, str):
             file, _, name = function.rpartition(":")
+            if not file or not name:
+                raise ValueError("accepted: FILE.py:NAME")
             source = Path(file).read_text(encoding="utf-8")
         else:
             name = function.__qualname__

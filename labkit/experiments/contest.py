@@ -157,9 +157,13 @@ class Operation:
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""
-        peak = {"peak_precision": self.peak_precision}
         return rate_metrics(
-            self.device, ceilings, median_ms, self.precision, **peak, **self.costs[name]
+            self.device,
+            ceilings,
+            median_ms,
+            self.precision,
+            peak_precision=self.peak_precision,
+            **self.costs[name],
         )
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
@@ -214,8 +218,7 @@ class Operation:
             shape = (-1, 1) if key == "out" else (1, -1)
             rows = (x if x.dim() > 1 else x.reshape(shape) for x in tensors)
             # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
-            options = {"dtype": self.dtype, "num_terms": self.terms[key]}
-            verdicts.append(numerics.judge(key, *rows, **options))
+            verdicts.append(numerics.judge(key, *rows, dtype=self.dtype, num_terms=self.terms[key]))
         return verdicts
 
     def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
@@ -398,8 +401,11 @@ def attention_formula(
         num_keys = len(blocks) * num_rows + q_rows.shape[-2] if causal else length
         keys, values = k[..., :num_keys, :], v[..., :num_keys, :]
         # There are no random numbers to keep.
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        blocks.append(checkpoint(some_rows, q_rows, keys, values, **options))
+        blocks.append(
+            checkpoint(
+                some_rows, q_rows, keys, values, use_reentrant=False, preserve_rng_state=False
+            )
+        )
     return torch.cat(blocks, dim=-2)
 
 
@@ -559,8 +565,14 @@ def _compared(
 
     def compared(method: str) -> Comparison:
         rounds = operation.rounds(num_rounds)
-        options = {"device_kind": kind, "method": method, "num_warmup": operation.num_warmup}
-        return compare(calls, baseline=baseline, rounds=rounds, **options)
+        return compare(
+            calls,
+            baseline=baseline,
+            rounds=rounds,
+            device_kind=kind,
+            method=method,
+            num_warmup=operation.num_warmup,
+        )
 
     method = operation.method if kind == "cuda" else "host"
     try:

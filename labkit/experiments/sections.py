@@ -131,8 +131,14 @@ def sustained_metrics(
     """
     is_replayed, length_s = timed.timing.method == "graph", SUSTAINED_S[device.kind]
     run, num_calls = captured(call) if is_replayed else (call, 1)
-    lengths = {"warmup_s": length_s, "window_s": length_s, "calls_per_function": num_calls}
-    window = sustained(run, device_kind=device.kind, **lengths, **work)
+    window = sustained(
+        run,
+        device_kind=device.kind,
+        warmup_s=length_s,
+        window_s=length_s,
+        calls_per_function=num_calls,
+        **work,
+    )
     metrics = window.metrics
     if ceiling:
         rate = metrics["sustained_tflops" if "flops" in work else "sustained_gb_per_s"]

@@ -224,8 +224,9 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     pixels = pad_sequence(batch.patches.split(batch.sizes.tolist()), batch_first=True)
     inside = (torch.arange(pixels.shape[1]) < batch.sizes[:, None]).to(pixels.device)
     places = inside.flatten().nonzero().squeeze(1)
-    inputs = {"pixel_values": pixels, "pixel_attention_mask": inside, "spatial_shapes": batch.grids}
-    return model, lambda: model(**inputs).last_hidden_state.flatten(0, 1)[places]
+    return model, lambda: model(
+        pixel_values=pixels, pixel_attention_mask=inside, spatial_shapes=batch.grids
+    ).last_hidden_state.flatten(0, 1)[places]
 
 
 # ---- steps, their floor and their parts ----------------------------------------------------------

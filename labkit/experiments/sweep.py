@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -258,6 +258,9 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     # The server sees that the session has ended only when it has imported all of that; the guard
     # ends it at once.
     guard.move_temporary_files()
+    resource_tracker.ensure_running()  # not below: it unblocks the signal
+    # Interrupted, the server would print where its imports stood.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         forkserver.ensure_running()
     except OSError as error:
@@ -265,6 +268,8 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         raise RequestError(
             f"cannot start workers: {error} ({folder}; set TMPDIR to a folder with a short path)"
         ) from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     return context
 
 

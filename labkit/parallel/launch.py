@@ -164,6 +164,7 @@ def lead(nodes: int, address: str, port: int) -> dist.TCPStore:
 
 def follow(node: int, nodes: int, address: str, port: int) -> None:
     """Starts this node's ranks of whatever node 0 launches, until that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own waits until torch's waiting ends
     os.environ[NODES] = f"{nodes} {address} {port}"
     with contextlib.suppress(dist.DistError):  # node 0 has ended
         store = _joined()

@@ -107,8 +107,7 @@ def repeats(differences: pd.DataFrame) -> Figure:
         values = select(differences, kind=kind)["difference"].clip(lower=1e-3).sort_values()
         # Around their row, so that few cover one another; the same records, the same picture.
         heights = [place + 0.7 * ((number * 0.618) % 1 - 0.5) for number in range(len(values))]
-        look = {"s": 6, "alpha": 0.5, "color": figures.SERIES[place], "linewidths": 0}
-        axis.scatter(values, heights, **look)
+        axis.scatter(values, heights, s=6, alpha=0.5, color=figures.SERIES[place], linewidths=0)
     axis.axvline(0.05, color="0.4", linewidth=1, linestyle=":")
     axis.set_xscale("log")
     ticks = {0.001: "≤ 0.1 %"} | {end: percent(end) for end in (0.01, 0.05, 0.1, 1)}

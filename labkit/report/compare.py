@@ -243,8 +243,7 @@ def shown(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
     """Returns rows of a comparison as a page's table."""
     lines = []
     for row in rows.to_dict("records"):
-        form = gib if row["kind"] == MEMORY else number
-        unit = "GiB" if row["kind"] == MEMORY else "ms"
+        form, unit = (gib, "GiB") if row["kind"] == MEMORY else (number, "ms")
         if row["section"] == SESSION_SECTION:
             unit = "ms a TFLOP" if row["case"].startswith("gemm") else "ms a GB"
         lines.append(
@@ -348,15 +347,16 @@ def provenance(name: str, chapters: Chapters) -> str:
 def page(comparison: Comparison, images: Mapping[str, str]) -> str:
     """Returns the comparison in Markdown; `images` are the files of its figures by chapter."""
     base, other = comparison.base, comparison.other
+    rows = roofs(comparison)
     parts = [
         f"# {other} beside {base}",
         comparison.sources,
         f"A ratio of times says how many times as fast {other} is; of memory, how many times "
         f"as much {base} takes. It is *level* within 3 % of 1. Device, sustained and call "
-        "times are compared with their own kind only.",
+        "times are compared with their own kind only. The lines below count unmarked rows of "
+        f"{LEAST_MS:g} ms or more on {base}, roofs left out; the tables count all.",
         "\n".join(f"- {line}" for line in findings(comparison)),
-        "## The card's rows",
-        tables.to_markdown(shown(roofs(comparison), comparison)),
+        f"## The card's rows\n\n{tables.to_markdown(shown(rows, comparison))}" if len(rows) else "",
         "## By chapter",
         tables.to_markdown(by_chapter(comparison)),
     ]
@@ -365,7 +365,7 @@ def page(comparison: Comparison, images: Mapping[str, str]) -> str:
         parts.append(f"![{alt}]({image})")
     if len(comparison.apart):
         parts += ["## Not compared", tables.to_markdown(apart(comparison).head(20))]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def write(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:

@@ -157,8 +157,16 @@ def line_with_band(
     """
     measured = rows[(rows["status"] == "ok") & rows[y].notna()].sort_values(x, kind="stable")
     if len(measured):
-        look = {"color": style.colour, "linestyle": style.dash, "marker": style.marker}
-        axis.plot(measured[x], measured[y], label=label, markersize=4, linewidth=1.4, **look)
+        axis.plot(
+            measured[x],
+            measured[y],
+            label=label,
+            markersize=4,
+            linewidth=1.4,
+            color=style.colour,
+            linestyle=style.dash,
+            marker=style.marker,
+        )
         if y == "median_ms" and {"p20_ms", "p80_ms"} <= set(rows):
             ends = measured["p20_ms"], measured["p80_ms"]
             axis.fill_between(measured[x], *ends, color=style.colour, alpha=0.2, linewidth=0)
@@ -223,8 +231,16 @@ def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str
         for kind, colour in CLASS_COLOURS.items():
             widths = shown.get(f"{kind}{suffix}", left * 0).fillna(0.0)
             if widths.sum() > thin:
-                look = {"color": colour, "hatch": CLASS_HATCHES.get(kind, ""), "edgecolor": "white"}
-                axis.barh(range(len(bars)), widths, left=left, label=kind, linewidth=0, **look)
+                axis.barh(
+                    range(len(bars)),
+                    widths,
+                    left=left,
+                    label=kind,
+                    linewidth=0,
+                    color=colour,
+                    hatch=CLASS_HATCHES.get(kind, ""),
+                    edgecolor="white",
+                )
                 left += widths
         axis.set_yticks(range(len(bars)), bars)
         axis.set(title=title if isinstance(title, str) else f"{panel} {title:,}", xlabel=label)
@@ -243,8 +259,7 @@ def finish(figure: Figure, num_columns: int = 4) -> None:
         handles |= dict(zip(labels, artists, strict=True))
     if handles:
         columns = min(len(handles), num_columns)
-        place = {"loc": "outside lower center", "ncols": columns}
-        figure.legend(handles.values(), handles.keys(), **place)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:

@@ -90,8 +90,15 @@ def parts_figure(
     if rows.empty:
         return None
     figure, (axis,) = figures.panels(1, height=3.2)
-    look = {"color": ["#0072b2", "#56b4e9", "#009e73"], "width": 0.6, "rot": 0, "legend": False}
-    rows.plot.bar(ax=axis, stacked=True, ylabel="peak (GiB)", **look)
+    rows.plot.bar(
+        ax=axis,
+        stacked=True,
+        ylabel="peak (GiB)",
+        color=["#0072b2", "#56b4e9", "#009e73"],
+        width=0.6,
+        rot=0,
+        legend=False,
+    )
     axis.bar_label(axis.containers[-1], rows.sum(axis=1).map(number), padding=3)
     axis.margins(y=0.12)
     axis.grid(visible=False, axis="x")

@@ -132,8 +132,16 @@ def training_figure(training: pd.DataFrame) -> Figure:
         for samples in select(rows, precision=precision)["samples"]:
             style = figures.STYLES[precision]
             loss = pd.Series(samples["loss"], dtype=float)
-            look = {"color": style.colour, "marker": style.marker, "linestyle": style.dash}
-            axis.plot(loss.index + 1, loss, label=name, markevery=20, markersize=5, **look)
+            axis.plot(
+                loss.index + 1,
+                loss,
+                label=name,
+                markevery=20,
+                markersize=5,
+                color=style.colour,
+                marker=style.marker,
+                linestyle=style.dash,
+            )
     figures.log_scale(axis, "y")
     axis.set(xlabel="step", ylabel="loss (nats)")
     figures.finish(figure, num_columns=3)

@@ -111,8 +111,14 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
         for place, rows in shown.groupby("kernel_class"):
             name = table["class_names"][place]
             spans = rows[["start_ms", "duration_ms"]].to_numpy()
-            look = {"color": figures.CLASS_COLOURS[name], "linewidth": 0, "rasterized": True}
-            axis.broken_barh(spans, (-0.4, 0.8), label=name, **look)
+            axis.broken_barh(
+                spans,
+                (-0.4, 0.8),
+                label=name,
+                color=figures.CLASS_COLOURS[name],
+                linewidth=0,
+                rasterized=True,
+            )
         axis.set_xlabel("time on the device, profiled (ms)")
         axis.grid(visible=False)
     for height, rows, column in ((1, launches, "phase"), (2, blocks, "block")):

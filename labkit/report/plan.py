@@ -618,35 +618,34 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
         return [f"Time: no step of this way is recorded to predict it from; {where}."]
     coefficients = fitted(measured, setting.way)
     times = predicted(coefficients, setting, roofs)
-    rate = setting.tokens / times["in all"] * 1e3
+    step_ms = times["in all"]
+    gradients = accounting.parameter_bytes(setting.config)
+    gather = "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
+    sent_ms = 1e3 * SHARING[setting.gpu_way].num_transfers * accounting.ring_seconds(*gather)
+    rate = setting.tokens / max(step_ms, sent_ms) * 1e3
     words = ", ".join(
         f"{part} {number(times[part])} ({bound})" for part, bound in BOUND.items() if times[part]
     )
     if num_alike < LEAST_SAMPLES:
         words = "too few steps of this way are recorded to tell its parts"
     lines = [
-        f"Device time of a step: {number(times['in all'])} ms; {words}.",
-        f"{number(rate)} tokens/s a GPU.",
+        f"Device time of a step: {number(step_ms)} ms; {words}.",
+        f"{number(rate)} tokens/s a GPU{' at best' if sent_ms else ''}.",
     ]
     watts = roofs.drawn_w.get(setting.way, roofs.power_limit_w)
     if watts:
-        joules = watts * times["in all"] / 1e3
+        joules = watts * step_ms / 1e3
         source = "such steps draw" if setting.way in roofs.drawn_w else "is its power limit"
         lines.append(
             f"Energy of a step: {number(joules)} J a GPU, {number(setting.tokens / joules)} "
             f"tokens/J, at {watts:.0f} W, which {source}."
         )
-    if setting.num_gpus > 1:
-        gradients = accounting.parameter_bytes(setting.config)
-        num_transfers = SHARING[setting.gpu_way].num_transfers
-        seconds = accounting.ring_seconds(
-            "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
-        )
-        time = number(1e3 * num_transfers * seconds)
+    if sent_ms:
         lines.append(
-            f"Communication of {setting.gpu_way} over {setting.num_gpus} GPUs: {time} ms a step at "
-            f"the {LINK_BYTES_PER_S / 1e9:.0f} GB/s that NVLink reaches on an H200, hidden at "
-            f"best, else added to {number(times['in all'])} ms; other links take longer."
+            f"Communication of {setting.gpu_way} over {setting.num_gpus} GPUs: {number(sent_ms)} "
+            f"ms a step at the {LINK_BYTES_PER_S / 1e9:.0f} GB/s that NVLink reaches on an H200; "
+            f"at best it runs during the {number(step_ms)} ms of kernels, else it is added to "
+            "them; other links take longer."
         )
     if price:
         cost = price / 3600 / rate * 1e6

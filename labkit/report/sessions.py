@@ -9,6 +9,7 @@ import pandas as pd
 from labkit.configs import LAUNCH_BOUND
 from labkit.records import HOST_SECTION, Record, by_session
 from labkit.report import verdicts
+from labkit.report.facts import case_name
 from labkit.report.frame import select
 from labkit.report.text import number, percent
 
@@ -55,7 +56,7 @@ def _of_measurement(sessions: Sequence[Record]) -> Iterable[tuple[str, str, floa
     if len(sessions) < 2:
         return
     first = sessions[0]
-    name = " ".join([first.section, *map(str, first.case.values()), first.phase])
+    name = f"{first.section}: {case_name(first.case)}, {first.phase}"
     timer = {"phase": first.phase, "timer_method": first.timer.get("method")}
     is_call = verdicts.kind_of_time(first.case | timer) == verdicts.CALL
     waits = any(verdicts.issued(one.metrics) >= LAUNCH_BOUND for one in sessions)
@@ -123,11 +124,10 @@ def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     for chapter, records in chapters.items():
         for session in dict.fromkeys(record.session for record in records):
             same = [record for record in records if record.session == session]
-            commits = {record.source.get("commit", "")[:8] for record in same}
             row = {
                 "chapter": chapter,
                 "session": session,
-                "commit": ", ".join(sorted(commits)),
+                "commit": same[0].source.get("commit", "")[:8],
                 "records": len(same),
                 "host": ", ".join(filter(None, map(_probe, same))) or "not measured",
             }

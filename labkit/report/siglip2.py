@@ -69,8 +69,14 @@ def waterfall(rows: pd.DataFrame) -> Figure | None:
         end = time
         if is_change and before.get("way") in CHANGES.values():
             fact = facts.compare_rows(before, row, "sustained_ms")
-            look = {"color": figures.SERIES[1], "hatch": "///", "edgecolor": "white"}
-            axis.barh(way, before["sustained_ms"] - time, left=time, **look)
+            axis.barh(
+                way,
+                before["sustained_ms"] - time,
+                left=time,
+                color=figures.SERIES[1],
+                hatch="///",
+                edgecolor="white",
+            )
             end = max(time, before["sustained_ms"])
             text += f", {fact['ratio']} {fact.verdict}"
         axis.annotate(f" {text}", (end, way), va="center", fontsize=9)

@@ -30,5 +30,12 @@ def flash_attention_qkv(qkv: Tensor, cu_seqlens: Tensor, longest: int | None = N
             check_lengths(q, k, cu_seqlens, cu_seqlens, longest, longest)
         batch = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
         return flash_attention(*batch).transpose(1, 2).flatten(0, 1)
-    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    return flash_attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **lengths)
+    return flash_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+    )
