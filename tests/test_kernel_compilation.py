@@ -385,7 +385,7 @@ def test_every_other_kernel_compiles_and_fits(monkeypatch, capability, dtype, wi
             # The longest rows of all do not fit in registers.
             limit = 4096 if width == norms.MAX_COLUMNS else 0
             if triton.__version__.startswith("3.6.") and name == "norm_bwd_kernel":
-                limit = max(limit, 152)  # too few for a row of 1,600 with its sum
+                limit = max(limit, 216)  # of a LayerNorm alone, 1,600 wide, with an fp32 sum
             assert spilled_bytes(log) <= limit, name
             check_loads(name, compiled)
 
