@@ -325,6 +325,16 @@ def _prepared(
 
 
 @functools.cache
+def _of_few_blocks(num_ctas: int, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group whose kernels have so many thread blocks at most; the same for the same
+    world.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = 1
+    options.config.max_ctas = num_ctas
+    return dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())
+
+
 def group_of(transport: str, default: str, *copies: str) -> dist.ProcessGroup | None:
     """Returns the process group of a transport: `default`, with NCCL also "ctas_N" and `copies`;
     None for the default one. Collective.
@@ -338,10 +348,7 @@ def group_of(transport: str, default: str, *copies: str) -> dist.ProcessGroup | 
         accepted += ["ctas_N (N above 0)", *copies]
         num_ctas = re.fullmatch(r"ctas_([1-9][0-9]*)", transport)
     if num_ctas:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.min_ctas = 1
-        options.config.max_ctas = int(num_ctas[1])
-        return dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())
+        return _of_few_blocks(int(num_ctas[1]), dist.group.WORLD)
     if transport not in accepted:
         raise ValueError(
             f"transport is {transport!r}; accepted with {backend}: {', '.join(accepted)}"
