@@ -12,10 +12,12 @@ from labkit.experiments import assignment, bench, course_adapters
 ADAPTERS = """
 from course_package import name
 
-def get_flashattention_autograd_function_pytorch():
+def mine():
     from labkit.kernels.flash_attention import TiledFlashAttention
     return TiledFlashAttention
     raise NotImplementedError
+
+get_flashattention_autograd_function_pytorch = mine
 
 def get_ddp(module):
     "For example: return DDP(module)"

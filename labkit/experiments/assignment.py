@@ -167,14 +167,16 @@ def adapters_of(checkout: Path) -> tuple[list[str], list[str]]:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         raise RequestError(f"no adapters in {path}: {error}") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     empty = [
-        name
-        for name, node in functions.items()
-        if ast.unparse(node.body[-1]).startswith("raise NotImplementedError")
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and ast.unparse(node.body[-1]).startswith("raise NotImplementedError")
         and ast.Return not in map(type, ast.walk(node))
     ]
-    return [name for name in CONTESTS if name in functions.keys() - empty], empty
+    # Defined, imported or assigned.
+    known = {getattr(node, "name", getattr(node, "id", "")) for node in ast.walk(tree)}
+    return [name for name in CONTESTS if name in known.difference(empty)], empty
 
 
 def contests(
