@@ -178,10 +178,6 @@ class _Pass:
         # What a block keeps up to the scores: the norm, q, k and v, the copies they were made from.
         attention_copies = copy * (3 * stream + 3 * d * d + rotary)
         self.attention_part_bytes = norm + 3 * element * stream + attention_copies
-        # Final norm, log-probabilities, loss and its count.
-        self.head_bytes = norm + 4 * self.logits + self.head_copies + 8
-        # The logits and, under autocast, their copy in fp32.
-        self.loss_bytes = (6 if self.is_bf16 else 4) * self.logits
         if self.loss_in_chunks:
             # The gradients of hidden states and head, made in the forward pass, and one chunk.
             vocabulary = config.vocab_size
@@ -189,6 +185,11 @@ class _Pass:
             self.head_bytes = norm + self.head_copies + element * stream + 4 * vocabulary * d
             rows = min(tokens, loss_chunk_rows(vocabulary, element))
             self.loss_bytes = element * rows * vocabulary
+        else:
+            # Final norm, log-probabilities, loss and its count.
+            self.head_bytes = norm + 4 * self.logits + self.head_copies + 8
+            # The logits and, under autocast, their copy in fp32.
+            self.loss_bytes = (6 if self.is_bf16 else 4) * self.logits
         # What a forward pass with gradient adds: what it keeps, and the loss.
         self.made_bytes = config.num_layers * self.block_bytes + self.head_bytes
         # What all blocks but the last keep.

@@ -466,7 +466,7 @@ def _entrant(function: Callable | str, folder: Path) -> Entrant:
         if isinstance(function, str):
             file, _, name = function.rpartition(":")
             if not file or not name:
-                raise ValueError("accepted: FILE.py:NAME")
+                raise ValueError("no file, or no name")
             source = Path(file).read_text(encoding="utf-8")
         else:
             name = function.__qualname__

@@ -239,7 +239,7 @@ def _linear_forward(
         if with_gradients:
             grad_hidden_NC, grad_weight_VC = gradients
             torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
-            _add_product(grad_weight_VC, logits_NV.T, hidden_NC[rows], beta=min(start, 1))
+            _add_product(grad_weight_VC, logits_NV.T, hidden_NC[rows], beta=int(start > 0))
     return [rows_N3.select(1, 0).mean(), *gradients]
 
 

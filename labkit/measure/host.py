@@ -74,7 +74,6 @@ def probe(name: str, device_kind: str) -> Timing:
     Args:
         name: one of PROBES that is not `unavailable`; device_kind: where the operand is.
     """
-
     call = _CALLS[name]
     x = torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
 

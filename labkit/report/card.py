@@ -198,9 +198,8 @@ def ladder(chapters: Chapters) -> Figure | None:
         if not times:
             continue
         style = figures.STYLES[size]
-        look = {"marker": style.marker, "color": style.colour}
         # A rung that was not measured is a gap.
-        axis.plot(pd.Series(times).reindex(range(len(rungs))), label=size_name(size), **look)
+        axis.plot(pd.Series(times).reindex(range(len(rungs))), label=size_name(size), **style.line)
         # The two large sizes lie close together: the label of the lower goes below.
         above = size != LADDER_SIZES[1]
         look = {"ha": "center", "va": "bottom" if above else "top", "size": 9}

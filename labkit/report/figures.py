@@ -27,6 +27,11 @@ class Style(NamedTuple):
     marker: str = "o"
     dash: str = "-"
 
+    @property
+    def line(self) -> dict[str, str]:
+        """What matplotlib draws a line by."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.dash}
+
 
 STYLES = {
     # precisions
@@ -163,9 +168,7 @@ def line_with_band(
             label=label,
             markersize=4,
             linewidth=1.4,
-            color=style.colour,
-            linestyle=style.dash,
-            marker=style.marker,
+            **style.line,
         )
         if y == "median_ms" and {"p20_ms", "p80_ms"} <= set(rows):
             ends = measured["p20_ms"], measured["p80_ms"]

@@ -130,7 +130,6 @@ def training_figure(training: pd.DataFrame) -> Figure:
     figure, (axis,) = figures.panels(1, height=3.0)
     for precision, name in NAMES.items():
         for samples in select(rows, precision=precision)["samples"]:
-            style = figures.STYLES[precision]
             loss = pd.Series(samples["loss"], dtype=float)
             axis.plot(
                 loss.index + 1,
@@ -138,9 +137,7 @@ def training_figure(training: pd.DataFrame) -> Figure:
                 label=name,
                 markevery=20,
                 markersize=5,
-                color=style.colour,
-                marker=style.marker,
-                linestyle=style.dash,
+                **figures.STYLES[precision].line,
             )
     figures.log_scale(axis, "y")
     axis.set(xlabel="step", ylabel="loss (nats)")
