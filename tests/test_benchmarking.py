@@ -17,6 +17,7 @@ from labkit.experiments import benchmarking, step
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.step import RECIPES, Step, step_parameters
 from labkit.experiments.sweep import Case
+from labkit.kernels import course
 from labkit.measure import timing
 from labkit.models.transformer import TransformerLM
 
@@ -32,7 +33,7 @@ def this_device_is_a_cpu(monkeypatch, on_a_cpu):
 
 def parameters(precision="fp32", compile="none") -> dict:
     asked = step_parameters("nano", 32, precision, compile=compile, attention="eager")
-    return {**asked, "batch": 4}
+    return asked | {"batch": 4}
 
 
 def steps(*phases: str, **case) -> Case:
@@ -58,6 +59,11 @@ def test_a_label_is_read_back_from_what_runs(change, differs):
     assert workload.described() == parameters()
     change(workload)
     assert workload.described() == parameters() | differs
+
+
+def test_a_courses_step_has_its_own_optimizer():
+    asked = step_parameters("nano", 32, "fp32", attention="course")
+    assert isinstance(Step(CPU, asked).optimizer, course.AdamW)
 
 
 def test_a_measurement_carries_the_label_of_what_ran(monkeypatch):

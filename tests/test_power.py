@@ -167,30 +167,24 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
     from labkit.monitor import nvml_handle, open_nvml
 
     n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    flops = 2 * n**3
+    a = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
     num_calls = 1000  # as many as the queue holds, so that the host is free to read
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with open_nvml() as nvml:
         handle = nvml_handle(nvml)
-
-        def step():
-            before = now = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-            while now == before:
-                now = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-            return time.perf_counter(), now
-
         metrics = sustained(
-            lambda: a @ b, device_kind="cuda", warmup_s=2.0, window_s=2.5, flops=2 * n**3
+            lambda: a @ a, device_kind="cuda", warmup_s=2.0, window_s=2.5, flops=flops
         ).metrics
         for event in (begin, end):
             for _ in range(num_calls):
-                a @ b
+                a @ a
             event.record()
         begin.synchronize()
-        first_s, first_mj = step()
-        time.sleep(1.0)
-        last_s, last_mj = step()
-    end.synchronize()
-    tflops = 2 * n**3 * num_calls / begin.elapsed_time(end) / 1e9
-    by_hand = tflops / (1e-3 * (last_mj - first_mj) / (last_s - first_s))
+        seen_s = {}  # when each count was seen first; all but the first of them at a step
+        while not end.query():
+            seen_s.setdefault(nvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter())
+    _, (first_mj, first_s), *_, (last_mj, last_s) = seen_s.items()
+    milliwatts = (last_mj - first_mj) / (last_s - first_s)
+    by_hand = flops * num_calls / begin.elapsed_time(end) / 1e6 / milliwatts
     assert metrics["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)
