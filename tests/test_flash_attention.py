@@ -44,7 +44,7 @@ from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.triton import STATISTICS_PADDING, split_head_dim
 from labkit.kernels.launch import unhooked
-from labkit.kernels.reference import _repeat_heads, _scores, attention_reference
+from labkit.kernels.reference import _scores, attention_reference, repeat_heads
 from labkit.numerics import judge
 
 FUNCTIONS = {"triton": FlashAttention, "tiled": TiledFlashAttention}
@@ -54,7 +54,7 @@ BOTH = (False, True)
 
 def attention_lse_reference(q, k, *, causal=False, scale=None, window=None):
     """Returns log Σ exp(scale · q kᵀ) of each query; −∞ for one that sees no key."""
-    return torch.logsumexp(_scores(q, _repeat_heads(k, q), causal, scale, window)[0], dim=-1)
+    return torch.logsumexp(_scores(q, repeat_heads(k, q), causal, scale, window)[0], dim=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ def ours(case: Case, impl: str, tensors: tuple[Tensor, ...]) -> dict[str, Tensor
     mask = mask_of(case)
     if impl == "tiled":
         # Tiles smaller than the shipped ones, so that short lengths have several.
-        mask |= {"tile_q": 32, "tile_k": 16}
+        mask |= {"tile": 16}
         out, lse = tiled_attention_forward(q, k, v, **mask)
         grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)
     else:

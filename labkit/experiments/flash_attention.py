@@ -117,7 +117,7 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     operation = new_attention(dataclasses.replace(device, kind="cpu"), shape)
     q, k, v = (x.detach() for x in operation.inputs.values())
     options = {"scale": p["d_head"] ** -0.5, "left": -1, "right": 0 if p["causal"] else -1}
-    options |= {"tile_q": p["tile"], "tile_k": p["tile"]}
+    options |= {"tile": p["tile"]}
     out, lse = tiled_attention_forward(q, k, v, **options)
     if phase == "trace":
         ends = range(p["tile"], p["length"] + p["tile"], p["tile"])

@@ -40,11 +40,11 @@ def _scores(
     return scores_BHQK.masked_fill(~visible_QK, -math.inf), visible_QK
 
 
-def _repeat_heads(kv_BHKD: Tensor, like_BHQD: Tensor) -> Tensor:
+def repeat_heads(kv_BHKD: Tensor, like_BHQD: Tensor) -> Tensor:
     """Repeats each key head for the query heads of its group: query head h reads key head h //
     group.
     """
-    if kv_BHKD.dim() < 4 or kv_BHKD.shape[-3] == like_BHQD.shape[-3]:
+    if kv_BHKD.dim() < 3 or kv_BHKD.shape[-3] == like_BHQD.shape[-3]:
         return kv_BHKD
     return kv_BHKD.repeat_interleave(like_BHQD.shape[-3] // kv_BHKD.shape[-3], dim=-3)
 
@@ -75,7 +75,7 @@ def attention_reference(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; grouped heads: Ainslie et
     al. 2023.
     """
-    k_BHKD, v_BHKD = _repeat_heads(k_BHKD, q_BHQD), _repeat_heads(v_BHKD, q_BHQD)
+    k_BHKD, v_BHKD = repeat_heads(k_BHKD, q_BHQD), repeat_heads(v_BHKD, q_BHQD)
     scores_BHQK, visible_QK = _scores(q_BHQD, k_BHKD, causal, scale, window)
     probabilities_BHQK = torch.softmax(scores_BHQK, dim=-1)
     # A row without a key is 0/0 in the softmax. Causal or not, this happens to no row while K ≥ Q

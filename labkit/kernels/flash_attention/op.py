@@ -41,7 +41,6 @@ from labkit.kernels.flash_attention.plan import (
     tiles_for,
 )
 from labkit.kernels.flash_attention.tiled import (
-    accumulation_dtype,
     tiled_attention_backward,
     tiled_attention_forward,
 )
@@ -320,7 +319,8 @@ def _forward(
 @_forward.register_fake
 def _(q, k, v, cu_seqlens_q, *_):
     lse_shape = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
-    return _empty_like_layout(q), q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _empty_like_layout(q), q.new_empty(lse_shape, dtype=lse_dtype)
 
 
 @operator("flash_attention_backward", opaque=True)

@@ -25,58 +25,53 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from labkit.kernels.fused import outside_autocast
-from labkit.kernels.reference import visible
+from labkit.kernels.fused import outside_autocast, wide
+from labkit.kernels.reference import repeat_heads, visible
 
-# Long enough that a matrix product is most of a tile's work on a CPU, short enough that a tile
-# stays in its cache.
-TILE_Q = 128
-TILE_K = 128
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+# Rows and columns of a tile: long enough that a matrix product is most of its work on a CPU, short
+# enough that it stays in the cache.
+TILE = 128
 
 
-def _tiles(
-    num_queries: int,
-    num_keys: int,
-    sequences: Sequence[tuple],
+def _score_tiles(
+    scaled_q: Tensor,
+    k: Tensor,
+    *,
     left: int,
     right: int,
-    tile_q: int,
-    tile_k: int,
+    tile: int = TILE,
+    sequences: Sequence[tuple] = (),
 ):
-    """Yields slices of queries, each with how far before its own key a query stands, and with the
-    slices of keys that any of its queries sees.
+    """Yields each tile of scores of which a mask shows any: its queries and its keys as slices, and
+    the scores (..., Q, K), −inf where a query does not see a key.
+
+    Args:
+        scaled_q: the queries times the scale of the scores; k: a key head for each of theirs.
+        left, right: how many keys each query sees before and after its own on the diagonal, which
+            is aligned to the bottom right; −1 is without limit.
+        tile: rows and columns of a tile.
+        sequences: of a packed batch, the begin and the end of each one's queries and of its keys,
+            which see no others.
     """
-    for (q_first, q_last), (k_first, k_last) in sequences or [((0, num_queries), (0, num_keys))]:
+    whole = [((0, scaled_q.shape[-2]), (0, k.shape[-2]))]
+    for (q_first, q_last), (k_first, k_last) in sequences or whole:
+        # How far before its own key a query stands.
         diagonal = k_last - q_last
-        for q_begin in range(q_first, q_last, tile_q):
-            q_end = min(q_begin + tile_q, q_last)
+        for q_begin in range(q_first, q_last, tile):
+            q_end = min(q_begin + tile, q_last)
             begin = 0 if left < 0 else max(0, q_begin + diagonal - left - k_first)
             end = k_last if right < 0 else min(k_last, q_end + diagonal + right)
-            starts = range(k_first + begin // tile_k * tile_k, end, tile_k)
-            keys = [slice(start, min(start + tile_k, k_last)) for start in starts]
-            yield slice(q_begin, q_end), diagonal, keys
-
-
-def _mask(
-    scores_QK: Tensor, queries: slice, keys: slice, diagonal: int, left: int, right: int
-) -> Tensor:
-    """Returns the tile of scores, −inf where the query does not see the key."""
-    if left < 0 and right < 0:
-        return scores_QK
-    positions_Q, positions_K = (
-        torch.arange(rows.start, rows.stop, device=scores_QK.device) for rows in (queries, keys)
-    )
-    visible_QK = visible(positions_Q + diagonal, positions_K, left, right)
-    return scores_QK.masked_fill(~visible_QK, -math.inf)
-
-
-def _shared_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Returns keys or values (H_k, K, D) once for each of q's heads."""
-    return x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)
+            for k_begin in range(k_first + begin // tile * tile, end, tile):
+                k_end = min(k_begin + tile, k_last)
+                queries = slice(q_begin, q_end)
+                keys = slice(k_begin, k_end)
+                scores_QK = scaled_q[..., queries, :] @ k[..., keys, :].mT
+                if left >= 0 or right >= 0:
+                    positions_Q = torch.arange(q_begin, q_end, device=k.device) + diagonal
+                    positions_K = torch.arange(k_begin, k_end, device=k.device)
+                    visible_QK = visible(positions_Q, positions_K, left, right)
+                    scores_QK = scores_QK.masked_fill(~visible_QK, -math.inf)
+                yield queries, keys, scores_QK
 
 
 def _sum_over_group(grad: Tensor, x: Tensor) -> Tensor:
@@ -86,55 +81,35 @@ def _sum_over_group(grad: Tensor, x: Tensor) -> Tensor:
 
 @outside_autocast
 def tiled_attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    left: int,
-    right: int,
-    tile_q: int = TILE_Q,
-    tile_k: int = TILE_K,
-    sequences: Sequence[tuple] = (),
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, (..., Q, D) in q's dtype, and the log-sum-exp, (..., Q) in fp32 (fp64 for
-    fp64).
+    fp64). Rows that see no key get zeros, and −∞.
 
     Args:
         q, k, v: (..., heads, length, D), a batch of one head also without a dimension of heads; k
             and v may have fewer heads.
         scale: of the scores.
-        left, right: how many keys each query sees before and after its own on the diagonal, which
-            is aligned to the bottom right; −1 is without limit.
-        tile_q, tile_k: rows and columns of a tile.
-        sequences: of a packed batch, the begin and the end of each one's queries and of its keys,
-            which see no others. Rows of none get zeros, and −∞.
+        mask: left, right, tile and sequences as in `_score_tiles`.
     """
-    out = torch.zeros_like(q)
-    dtype = accumulation_dtype(q.dtype)
-    k, v = (_shared_heads(x, q).to(dtype) for x in (k, v))
-    scaled_q = q.to(dtype) * scale
-    lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
-    tiles = _tiles(q.shape[-2], k.shape[-2], sequences, left, right, tile_q, tile_k)
-    for queries, diagonal, key_tiles in tiles:
-        q_QD = scaled_q[..., queries, :]
-        maximum_Q = q_QD.new_full(q_QD.shape[:-1], -math.inf)
-        sum_Q, acc_QD = torch.zeros_like(maximum_Q), torch.zeros_like(q_QD)
-        for keys in key_tiles:
-            scores_QK = q_QD @ k[..., keys, :].mT
-            scores_QK = _mask(scores_QK, queries, keys, diagonal, left, right)
-            new_maximum_Q = torch.maximum(maximum_Q, scores_QK.amax(dim=-1))
-            # While a row has seen no key its maximum is −inf, and −inf − (−inf) would be NaN.
-            shift_Q = new_maximum_Q.masked_fill(new_maximum_Q == -math.inf, 0)
-            p_QK = torch.exp(scores_QK - shift_Q[..., None])
-            rescale_Q = torch.exp(maximum_Q - shift_Q)
-            sum_Q = rescale_Q * sum_Q + p_QK.sum(dim=-1)
-            acc_QD = rescale_Q[..., None] * acc_QD + p_QK @ v[..., keys, :]
-            maximum_Q = new_maximum_Q
-        # A row without any key: zeros, and log 0 = −inf.
-        out[..., queries, :] = acc_QD / sum_Q.masked_fill(sum_Q == 0, 1)[..., None]
-        lse[..., queries] = maximum_Q + torch.log(sum_Q)
-    return out, lse
+    k, v = (wide(repeat_heads(x, q)) for x in (k, v))
+    scaled_q = wide(q) * scale
+    acc = torch.zeros_like(scaled_q)
+    total = acc.new_zeros(q.shape[:-1])
+    maximum = torch.full_like(total, -math.inf)
+    for queries, keys, scores_QK in _score_tiles(scaled_q, k, **mask):
+        new_maximum_Q = torch.maximum(maximum[..., queries], scores_QK.amax(dim=-1))
+        # While a row has seen no key its maximum is −inf, and −inf − (−inf) would be NaN.
+        shift_Q = new_maximum_Q.masked_fill(new_maximum_Q == -math.inf, 0)
+        p_QK = torch.exp(scores_QK - shift_Q[..., None])
+        rescale_Q = torch.exp(maximum[..., queries] - shift_Q)
+        total[..., queries] = rescale_Q * total[..., queries] + p_QK.sum(dim=-1)
+        rescaled_QD = rescale_Q[..., None] * acc[..., queries, :]
+        acc[..., queries, :] = rescaled_QD + p_QK @ v[..., keys, :]
+        maximum[..., queries] = new_maximum_Q
+    # A row without any key: zeros, and log 0 = −inf.
+    out = acc / total.masked_fill(total == 0, 1)[..., None]
+    return out.to(q.dtype), maximum + torch.log(total)
 
 
 @outside_autocast
@@ -147,36 +122,24 @@ def tiled_attention_backward(
     lse: Tensor,
     *,
     scale: float,
-    left: int,
-    right: int,
-    tile_q: int = TILE_Q,
-    tile_k: int = TILE_K,
-    sequences: Sequence[tuple] = (),
+    **mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, in their shapes and dtypes; arguments as in
     `tiled_attention_forward`.
     """
-    dtype = accumulation_dtype(q.dtype)
-    wide_q, grad_out = q.to(dtype), grad_out.to(dtype)
-    shared_k, shared_v = (_shared_heads(x, q).to(dtype) for x in (k, v))
-    delta = (grad_out * out.to(dtype)).sum(dim=-1)
+    wide_q, grad_out = wide(q), wide(grad_out)
+    shared_k, shared_v = (wide(repeat_heads(x, q)) for x in (k, v))
+    delta = (grad_out * wide(out)).sum(dim=-1)
     # exp(−∞ − ∞) = 0: a row that saw no key passes no gradient on.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     grad_q, grad_k, grad_v = map(torch.zeros_like, (wide_q, shared_k, shared_v))
-    tiles = _tiles(q.shape[-2], k.shape[-2], sequences, left, right, tile_q, tile_k)
-    for queries, diagonal, key_tiles in tiles:
-        q_QD = wide_q[..., queries, :]
+    # In the order of the forward pass, so that exp(S − L) subtracts equal roundings.
+    for queries, keys, scores_QK in _score_tiles(wide_q * scale, shared_k, **mask):
         grad_out_QD = grad_out[..., queries, :]
-        for keys in key_tiles:
-            k_KD = shared_k[..., keys, :]
-            v_KD = shared_v[..., keys, :]
-            # In the order of the forward pass, so that exp(S − L) subtracts equal roundings.
-            scores_QK = (q_QD * scale) @ k_KD.mT
-            scores_QK = _mask(scores_QK, queries, keys, diagonal, left, right)
-            p_QK = torch.exp(scores_QK - lse[..., queries, None])
-            grad_p_QK = grad_out_QD @ v_KD.mT
-            grad_scores_QK = scale * p_QK * (grad_p_QK - delta[..., queries, None])
-            grad_q[..., queries, :] += grad_scores_QK @ k_KD
-            grad_k[..., keys, :] += grad_scores_QK.mT @ q_QD
-            grad_v[..., keys, :] += p_QK.mT @ grad_out_QD
+        p_QK = torch.exp(scores_QK - lse[..., queries, None])
+        grad_p_QK = grad_out_QD @ shared_v[..., keys, :].mT
+        grad_scores_QK = scale * p_QK * (grad_p_QK - delta[..., queries, None])
+        grad_q[..., queries, :] += grad_scores_QK @ shared_k[..., keys, :]
+        grad_k[..., keys, :] += grad_scores_QK.mT @ wide_q[..., queries, :]
+        grad_v[..., keys, :] += p_QK.mT @ grad_out_QD
     return grad_q.to(q.dtype), _sum_over_group(grad_k, k), _sum_over_group(grad_v, v)
