@@ -62,11 +62,13 @@ class Layout(NamedTuple):
         if len(self.shape) == 4:
             return self
 
-        def with_fourth(first: int, second: int, last: int, new: int) -> tuple[int, ...]:
-            return (new, second, first, last) if packed else (first, new, second, last)
-
-        strides = with_fourth(*self.strides, 0)
-        return self._replace(shape=with_fourth(*self.shape, 1), strides=strides)
+        axes = (3, 1, 0, 2) if packed else (0, 3, 1, 2)
+        shape = (*self.shape, 1)
+        strides = (*self.strides, 0)
+        return self._replace(
+            shape=tuple(shape[axis] for axis in axes),
+            strides=tuple(strides[axis] for axis in axes),
+        )
 
     def dense(self) -> "Layout":
         """A dense tensor of the same shape, heads inside the rows where they are so here.
@@ -77,7 +79,7 @@ class Layout(NamedTuple):
         if len(self.shape) == 4 and self.strides[1] < self.strides[2]:
             _, heads, length, head_dim = self.shape
             strides = (length * heads * head_dim, head_dim, heads * head_dim, 1)
-            return self._replace(strides=strides, on_boundary=True, is_negated=False)
+            return self.contiguous()._replace(strides=strides)
         return self.contiguous()
 
     def contiguous(self) -> "Layout":
@@ -173,11 +175,10 @@ def tiles_for(call: Call, layouts: tuple[Layout, ...]) -> AttentionConfig:
         return call.config
     if call.q.device.type != "cuda":
         return INTERPRETER_TILES
-    capability = capability_of(call.q.device.index)
+    q = call.q
     aligned = alignment_of(*layouts) > 1
-    return select_tiles(
-        call.q.shape[-1], call.q.dtype, capability, call.precision, aligned, call.packed
-    )
+    capability = capability_of(q.device)
+    return select_tiles(q.shape[-1], q.dtype, capability, call.precision, aligned, call.packed)
 
 
 def forward_splits(call: Call, tile: TileConfig) -> int:
@@ -440,7 +441,7 @@ class Plan:
     """
 
     def __init__(self, call: Call):
-        _, _, _, num_queries, num_keys, _ = call.sizes
+        num_queries, num_keys = call.sizes[3:5]
         # A limit that no pair of positions reaches is none, and its loop then costs nothing.
         self.call = call = call._replace(
             left=-1 if call.left >= num_keys else call.left,

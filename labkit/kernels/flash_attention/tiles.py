@@ -42,18 +42,12 @@ def listed(values) -> str:
 
 
 @functools.cache
-def capability_of(device_index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(device_index)
+def capability_of(device: torch.device) -> int:
+    """Returns 10 · major + minor: 90 is Hopper; 0 of what is no CUDA device."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and capability_of(device.index) == 90
-
-
-def _has_tiles(device: torch.device) -> bool:
-    """Whether the Triton kernels' tiles fit a device: before Ampere it shares 64 KiB or less."""
-    return device.type == "cuda" and capability_of(device.index) >= 80
 
 
 @functools.cache
@@ -90,7 +84,7 @@ def _gluon_objection(q, has_window: bool, packed: bool) -> str | None:
         return f"takes head dimensions {listed(GLUON_HEAD_DIMS)}; got {q.shape[-1]}"
     if packed or has_window:
         return f"takes no {'packed sequences' if packed else 'window'}"
-    if not _is_hopper(q.device):
+    if capability_of(q.device) != 90:
         return f"takes q, k and v on a Hopper GPU (compute capability 9.0); got {q.device}"
     return not_loading()
 
@@ -115,9 +109,9 @@ def resolve_impl(
     """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {listed(IMPLS)}; got {impl!r}")
-    is_cuda = q.device.type == "cuda"
     if impl == "auto":
-        if not _has_tiles(q.device) or q.dtype not in TRITON_DTYPES:
+        # Before Ampere a device shares 64 KiB or less, in which no tile fits.
+        if capability_of(q.device) < 80 or q.dtype not in TRITON_DTYPES:
             return "tiled"
         num_tiles = triton.cdiv(q.shape[-2], 128) * math.prod(q.shape[:-2])
         is_small = num_tiles <= (SMALL_AT_64 if q.shape[-1] == 64 else SMALL)
@@ -126,7 +120,7 @@ def resolve_impl(
     objection = None
     if impl == "gluon":
         objection = _gluon_objection(q, left >= 0 or right > 0, packed)
-    elif impl == "triton" and not is_cuda and not IS_INTERPRETED:
+    elif impl == "triton" and q.device.type != "cuda" and not IS_INTERPRETED:
         objection = f"takes q, k and v on a CUDA device; got {q.device} ('tiled' takes any)"
     elif impl == "triton" and q.dtype not in TRITON_DTYPES:
         objection = f"takes q, k and v of dtype {listed(TRITON_DTYPES)}; got {q.dtype}"
@@ -148,7 +142,7 @@ def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = Fals
         return "tf32" if precision == "tf32" else "ieee"
     if precision not in ("auto", "bf16x6"):
         return precision
-    is_hopper = _is_hopper(q.device)
+    is_hopper = capability_of(q.device) == 90
     if q.dtype != torch.float32 or (q.device.type == "cuda" and not is_hopper):
         return "tf32x3"
     if precision == "bf16x6":
@@ -270,7 +264,7 @@ def select_tiles(
     Args:
         head_dim: 1 to 256.
         dtype: fp32, bf16 or fp16, of q, k and v.
-        capability: of the device, 10 · major + minor: 90 is Hopper.
+        capability: of the device, as `capability_of` says it.
         precision: of fp32; "tf32x3" and "bf16x6" up to head dimension 128, the latter on Hopper
             alone.
         aligned: whether every row of every tensor starts on a 16-byte boundary.

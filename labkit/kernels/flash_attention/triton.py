@@ -245,11 +245,6 @@ def _zeros(NUM_ROWS: tl.constexpr, columns):
     return [tl.zeros((NUM_ROWS, cols.shape[0]), dtype=tl.float32) for cols in columns]
 
 
-@triton.jit
-def _scaled(acc, factor):
-    return [part * factor for part in acc]
-
-
 # ---- which tile, which rows ----------------------------------------------------------------------
 
 
@@ -393,6 +388,8 @@ def _visible(
     positions, others, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr
 ):
     """Which of the others each own row sees, whose positions are among them."""
+    positions = positions[:, None]
+    others = others[None, :]
     visible = others < length
     if HAS_AFTER:
         visible = visible & (others <= positions + after)
@@ -504,25 +501,13 @@ def flash_attention_fwd_kernel(
             mask_k = None
             if stage != 1 and not EVEN_K:
                 mask_k = rows_k < num_keys - start
-            row_k = first_k + start
-            k = _load(
-                k_ptr,
-                k_strides,
-                batch,
-                key_head,
-                row_k,
-                rows_k,
-                mask_k,
-                columns,
-                HEAD_DIM,
-                ALIGNMENT,
-                PRECISION,
-            )
+            where_k = (batch, key_head, first_k + start, rows_k)
+            k = _load(k_ptr, k_strides, *where_k, mask_k, columns, HEAD_DIM, ALIGNMENT, PRECISION)
             scores = _inner_product(q, k, None, PRECISION)
             if stage != 1:
                 visible = _visible(
-                    (position + rows_q)[:, None],
-                    (start + rows_k)[None, :],
+                    position + rows_q,
+                    start + rows_k,
                     num_keys,
                     left,
                     right,
@@ -538,20 +523,8 @@ def flash_attention_fwd_kernel(
             p = tl.exp2(scores * scale_log2 - shift[:, None])
             rescale = tl.exp2(maximum - shift)
             total = total * rescale + tl.sum(p, axis=1)
-            v = _load(
-                v_ptr,
-                v_strides,
-                batch,
-                key_head,
-                row_k,
-                rows_k,
-                mask_k,
-                columns,
-                HEAD_DIM,
-                ALIGNMENT,
-                PRECISION,
-            )
-            acc = _scaled(acc, rescale[:, None])
+            v = _load(v_ptr, v_strides, *where_k, mask_k, columns, HEAD_DIM, ALIGNMENT, PRECISION)
+            acc = [part * rescale[:, None] for part in acc]
             acc = _accumulate(_operand(p, DTYPE, PRECISION), v, acc, PRECISION)
             maximum = new_maximum
 
@@ -736,14 +709,11 @@ def flash_attention_bwd_kernel(
                 mask = None
                 if not EVEN and (OF_KEYS or stage != 1):
                     mask = rows_other < num_other - start
-                other_row = first_other + start
+                where_other = (batch, other_head, first_other + start, rows_other)
                 x = _load(
                     other_ptrs[0],
                     other_strides[0],
-                    batch,
-                    other_head,
-                    other_row,
-                    rows_other,
+                    *where_other,
                     mask,
                     columns,
                     HEAD_DIM,
@@ -753,10 +723,7 @@ def flash_attention_bwd_kernel(
                 y = _load(
                     other_ptrs[1],
                     other_strides[1],
-                    batch,
-                    other_head,
-                    other_row,
-                    rows_other,
+                    *where_other,
                     mask,
                     columns,
                     HEAD_DIM,
@@ -775,8 +742,8 @@ def flash_attention_bwd_kernel(
                 p = tl.exp2(scores * scale_log2 - lse_log2)
                 if stage != 1 and (HAS_BEFORE or HAS_AFTER or not OF_KEYS):
                     visible = _visible(
-                        (position + rows_own)[:, None],
-                        (start + rows_other)[None, :],
+                        position + rows_own,
+                        start + rows_other,
                         num_other,
                         before,
                         after,
