@@ -12,10 +12,9 @@ from labkit.kernels import flash_attention, fused
 from labkit.kernels.column_sums import column_sums
 from labkit.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from labkit.kernels.gelu_mlp import gelu_mlp
-from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.linear import dropout_linear, norm_linear
+from labkit.kernels.norms import layer_norm, rms_norm
 from labkit.kernels.reference import attention_reference
-from labkit.kernels.rms_norm import rms_norm
 from labkit.kernels.rotary import rotary
 from labkit.kernels.swiglu import swiglu
 from labkit.kernels.weighted_sum import weighted_sum

@@ -23,8 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.kernels import column_sums, launch, linear, rotary
 from labkit.kernels import cross_entropy as ce
-from labkit.kernels.layer_norm import layer_norm
-from labkit.kernels.rms_norm import rms_norm
+from labkit.kernels.norms import layer_norm, rms_norm
 from labkit.kernels.swiglu import swiglu
 from labkit.numerics import judge
 

@@ -37,8 +37,7 @@ from labkit.kernels.flash_attention import triton as kernels
 from labkit.kernels.flash_attention.hopper import forward, one_pass
 from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 from labkit.kernels.flash_attention.tiles import TILES, AttentionConfig
-from labkit.kernels.layer_norm import layer_norm
-from labkit.kernels.rms_norm import rms_norm
+from labkit.kernels.norms import layer_norm, rms_norm
 
 # Bytes of shared memory that one program may take, by compute capability.
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}

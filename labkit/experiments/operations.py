@@ -47,8 +47,7 @@ from labkit.kernels.attention import IMPLS, attention, unavailable_reason
 from labkit.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from labkit.kernels.fused import wide
 from labkit.kernels.gelu_mlp import gelu_mlp
-from labkit.kernels.layer_norm import layer_norm
-from labkit.kernels.rms_norm import rms_norm
+from labkit.kernels.norms import layer_norm, rms_norm
 from labkit.kernels.rotary import rotary
 from labkit.kernels.swiglu import swiglu
 from labkit.kernels.weighted_sum import weighted_sum

@@ -41,7 +41,7 @@ from labkit.kernels.fused import (
     wide,
     wrap_triton,
 )
-from labkit.kernels.layer_norm import layer_norm
+from labkit.kernels.norms import layer_norm
 
 # Of a program of the elementwise kernel: rows, rows at a time, columns.
 BLOCK_M = tl.constexpr(256)
@@ -101,15 +101,14 @@ class GeluMLP(torch.autograd.Function):
     @outside_autocast
     def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, keep, total, *norm):
         if not keep and x.is_cuda and x.element_size() == 2:
-            z_MF = None
             h_MF = torch._addmm_activation(fc1_bias, x, fc1_weight.T, use_gelu=True)
         else:
             z_MF = F.linear(x, fc1_weight, fc1_bias)
             h_MF = F.gelu(z_MF, approximate="tanh")
-        z_MF = z_MF if keep else None
-        norm_weight, norm_bias, ctx.eps = norm
-        kept = x if total is None else total
-        ctx.save_for_backward(kept, norm_weight, norm_bias, z_MF, fc1_weight, fc1_bias, fc2_weight)
+        *norm, ctx.eps = norm
+        kept_x = x if total is None else total
+        kept_z = z_MF if keep else None
+        ctx.save_for_backward(kept_x, *norm, kept_z, fc1_weight, fc1_bias, fc2_weight)
         return F.linear(h_MF, fc2_weight, fc2_bias)
 
     @staticmethod

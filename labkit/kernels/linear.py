@@ -32,7 +32,7 @@ from labkit.kernels.fused import (
     runs_kernel,
     wrap_triton,
 )
-from labkit.kernels.layer_norm import layer_norm
+from labkit.kernels.norms import layer_norm
 
 # Elements; one call of Philox gives four numbers, for four runs.
 RUN = tl.constexpr(1024)

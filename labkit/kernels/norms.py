@@ -1,5 +1,4 @@
-"""The kernels of RMSNorm and LayerNorm in Triton, alone or after the addition of a residual, and
-what they accept.
+"""RMSNorm and LayerNorm in Triton, alone or after the addition of a residual.
 
     s = x + r (or x)    σ = 1/√(mean (s − μ)² + ε)    n = σ (s − μ)    y = n ∘ w + b
     g = ∂y ∘ w    ∂x = ∂r = σ (g − mean g − n · mean(g ∘ n)) + ∂s
@@ -324,7 +323,7 @@ def _gradients(ctx, grad_y, *others):
 norm.register_autograd(_gradients, setup_context=_setup)
 
 
-def normalise(
+def _normalise(
     x: Tensor, residual: Tensor | None, eps: float, **parameters: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Returns x normalised or, with a residual, (the sum normalised, the sum): around the mean if
@@ -352,3 +351,44 @@ def normalise(
     widened = {name: wide(tensor) for name, tensor in parameters.items()}
     y = function(wide(total), x.shape[-1:], **widened, eps=eps).to(dtype)
     return y if residual is None else (y, total)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns x / √(mean x² + eps) ∘ weight over the last dimension or, with a residual, (that of
+    the sum, the sum).
+
+    Args:
+        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768 on a GPU. fp64 in plain
+            PyTorch.
+        weight: (C,), dtype of x or fp32.
+        residual: of x's shape, dtype of x or fp32, which the sum has; it is rounded before it is
+            normalised.
+
+    Returns:
+        The normalised tensor in the dtype of the sum, under autocast in autocast's; all arithmetic
+        is fp32.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
+
+    Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
+
+    Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
+    """
+    return _normalise(x, residual, eps, weight=weight)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns LayerNorm over the last dimension of x or, with a residual, (that of the sum, the
+    sum).
+
+    Args:
+        bias: (C,), dtype of x or fp32; all else, Returns, Raises and Error budget as in `rms_norm`.
+
+    Source: Ba et al. 2016, "Layer Normalization", equation 4.
+    """
+    return _normalise(x, residual, eps, weight=weight, bias=bias)

@@ -33,8 +33,8 @@ from labkit.configs import LAYER_NORM_EPS, Siglip2Config, check_known
 from labkit.kernels.flash_attention import flash_attention
 from labkit.kernels.flash_attention.qkv import flash_attention_qkv
 from labkit.kernels.gelu_mlp import gelu_mlp
-from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.linear import dropout_linear, norm_linear
+from labkit.kernels.norms import layer_norm
 
 IMPLS = ("eager", "cu_seqlens", "positions", "attention", "norm", "fused")
 EAGER, CU_SEQLENS, POSITIONS, ATTENTION, NORM, FUSED = range(len(IMPLS))

@@ -20,7 +20,7 @@ from labkit.configs import RMS_NORM_EPS, ModelConfig, check_known
 from labkit.kernels import course
 from labkit.kernels.attention import IMPLS, attention
 from labkit.kernels.cross_entropy import linear_cross_entropy
-from labkit.kernels.rms_norm import rms_norm
+from labkit.kernels.norms import rms_norm
 from labkit.kernels.rotary import rotary as rotate
 from labkit.kernels.swiglu import swiglu
 
