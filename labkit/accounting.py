@@ -660,24 +660,19 @@ def pipeline_bubble(num_stages: int, num_microbatches: int, interleave: int = 1)
     return (num_stages - 1) / (interleave * num_microbatches + num_stages - 1)
 
 
-def zero_bytes(
-    num_parameters: float, world_size: int, stage: int, *, compute_bytes: int = 2
-) -> dict[str, float]:
-    """Returns bytes a rank holds, by component: fp32 master weights, gradients, AdamW's moments,
-    weights that compute.
+def zero_bytes(num_parameters: float, world_size: int, stage: int) -> dict[str, float]:
+    """Returns bytes a rank holds, by component, fp32: weights, gradients, AdamW's moments.
 
-    Stage 1 shards the moments and, where another copy computes, the master weights; stage 2 the
-    gradients, 3 all. With `compute_bytes` 0 the master weights compute. `ShardedOptimizer` is stage
-    1 with 0. What a fully sharded layer gathers while it runs comes on top. ValueError for a stage
-    beyond 0 to 3.
+    Stage 1, which `ShardedOptimizer` is, shards the moments, stage 2 also the gradients, 3 all.
+    What a fully sharded layer gathers while it runs comes on top. ValueError for a stage beyond 0
+    to 3.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {stage}; accepted: 0, 1, 2, 3")
-    from_stage = {"master": 1 if compute_bytes else 3, "gradients": 2, "moments": 1, "compute": 3}
-    bytes_each = {"master": 4, "gradients": 4, "moments": 8, "compute": compute_bytes}
+    parts = {"weights": (4, 3), "gradients": (4, 2), "moments": (8, 1)}
     return {
-        name: num_parameters * each / (world_size if stage >= from_stage[name] else 1)
-        for name, each in bytes_each.items()
+        name: num_parameters * num_bytes / (world_size if stage >= first_stage else 1)
+        for name, (num_bytes, first_stage) in parts.items()
     }
 
 

@@ -117,4 +117,4 @@ def test_a_ring_sends_a_shard_in_each_of_its_steps(operation):
 
 def test_memory_of_each_stage_of_sharding():
     held = [sum(accounting.zero_bytes(1e9, 4, stage).values()) for stage in range(4)]
-    assert held == [18e9, (2 + 4 + 12 / 4) * 1e9, (2 + 16 / 4) * 1e9, 18e9 / 4]
+    assert held == [16e9, (8 + 8 / 4) * 1e9, (4 + 12 / 4) * 1e9, 16e9 / 4]

@@ -200,7 +200,7 @@ def memory(setting: Setting) -> dict[str, float]:
         raise RequestError(str(error)) from None
     sharing = SHARING[setting.gpu_way]
     num_parameters = accounting.num_parameters(config)
-    held = accounting.zero_bytes(num_parameters, setting.num_gpus, sharing.stage, compute_bytes=0)
+    held = accounting.zero_bytes(num_parameters, setting.num_gpus, sharing.stage)
     weights = 4 * num_parameters
     rest = max(moments.values()) - weights - accounting.optimizer_state_bytes(config)
     d, f = config.d_model, config.d_ff
@@ -212,7 +212,7 @@ def memory(setting: Setting) -> dict[str, float]:
         # Two blocks, or the head and a block of its size, are gathered at a time.
         rest += 2 * max(accounting.block_gradient_bytes(config), table)
     parts = {
-        "weights": held["master"],
+        "weights": held["weights"],
         "AdamW's moments": held["moments"],
         "gradients and activations": rest,
         "buckets": num_buckets * weights,
