@@ -4,10 +4,8 @@ Nothing here imports torch but `nvml_handle`, for the UUID of torch's GPU.
 """
 
 import contextlib
-import functools
 import itertools
 import multiprocessing
-import operator
 import os
 import re
 import statistics
@@ -228,6 +226,11 @@ class Reading(NamedTuple):
     throttle_mask: int | None
 
 
+def _throttle_reasons(masks: list[int]) -> list[str]:
+    reasons = THROTTLE_REASONS.items()
+    return sorted(text for bit, text in reasons if any(mask & bit for mask in masks))
+
+
 class Monitor:
     """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons
     during a block.
@@ -334,16 +337,12 @@ class Monitor:
             ("sm_clock_mhz_median", "sm_clock_mhz", statistics.median_high),
             ("power_w_max", "power_mw", lambda values: max(values) / 1000),
             ("temperature_c_max", "temperature_c", max),
+            ("throttle_reasons", "throttle_mask", _throttle_reasons),
         ):
             values = [getattr(reading, field) for reading in self.readings]
             known = [value for value in values if value is not None]
             if known:
                 summary[name] = statistic(known)
-        masks = [one.throttle_mask for one in self.readings if one.throttle_mask is not None]
-        if masks:
-            seen = functools.reduce(operator.or_, masks)
-            reasons = [text for bit, text in THROTTLE_REASONS.items() if seen & bit]
-            summary["throttle_reasons"] = sorted(reasons)
         if others := foreign_processes(self._nvml, self._handle):
             summary["foreign_processes"] = others
         return summary

@@ -122,9 +122,7 @@ class _Bucket:
         for p, step, start in zip(params, self.steps, starts, strict=True):
             views = {name: x[start : start + p.numel()].view_as(p) for name, x in self.flat.items()}
             views["step"] = step
-            before = state.get(p, {})
-            if "master" in views:
-                views["master"].copy_(p)
+            before = {"master": p} | state.get(p, {})
             for name in before.keys() & views.keys():
                 views[name].copy_(torch.as_tensor(before[name]))
             self.views[p] = state[p] = views

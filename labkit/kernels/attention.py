@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.kernels import course
 from labkit.kernels import flash_attention as labkit_flash
-from labkit.kernels.fused import first_order
+from labkit.kernels.fused import first_order, with_dense_rows
 from labkit.kernels.reference import attention_reference
 
 SDPA_BACKENDS = {
@@ -246,7 +246,7 @@ class FlashAttention3Function(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict
     ):
-        q, k, v = (_with_dense_rows(x) for x in (q, k, v))
+        q, k, v = (with_dense_rows(x) for x in (q, k, v))
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **packed)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = {"is_causal": causal, "deterministic": deterministic, **packed}
@@ -257,13 +257,9 @@ class FlashAttention3Function(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         scale = grad_out.shape[-1] ** -0.5
         grads = torch.ops.flash_attn_3.bwd(
-            _with_dense_rows(grad_out), *ctx.saved_tensors, softmax_scale=scale, **ctx.options
+            with_dense_rows(grad_out), *ctx.saved_tensors, softmax_scale=scale, **ctx.options
         )
         return *grads[:3], None, None, None
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fa3(

@@ -254,7 +254,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def with_dense_rows(x: Tensor) -> Tensor:
+    """Returns x with adjacent columns: itself, or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def rows_of(x: Tensor) -> Tensor:
     """Returns x as (rows, columns) with adjacent columns, a view where its strides allow."""
-    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return with_dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))

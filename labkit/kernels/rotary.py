@@ -28,6 +28,7 @@ from labkit.kernels.fused import (
     operator,
     runs_kernel,
     wide,
+    with_dense_rows,
     wrap_triton,
 )
 
@@ -101,8 +102,8 @@ def _rotary(
     """Returns turned queries and keys, the heads of a token adjacent in memory as a projection
     writes them.
     """
-    q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
-    k_BGTD = k_BGTD if k_BGTD.stride(-1) == 1 else k_BGTD.contiguous()
+    q_BHTD = with_dense_rows(q_BHTD)
+    k_BGTD = with_dense_rows(k_BGTD)
     batch, heads_q, num_tokens, d = q_BHTD.shape
     heads_k = k_BGTD.shape[1]
     turned_q_BTHD = q_BHTD.new_empty(batch, num_tokens, heads_q, d)
