@@ -72,7 +72,7 @@ def test_what_all_ranks_finished_before_a_failure_counts(monkeypatch, text, kind
         launches.append(options["timeout_s"])
         early, late = ("alone", seen("alone", 9.0)), ("naive", seen("naive", 8.0))
         message = f"f: rank 1 of 2 failed first (exit status 1)\nTraceback\n{text}\nrank 0 was at:"
-        raise RankError(message, 1, [[early, late], [early]])
+        raise RankError(message, [[early, late], [early]])
 
     done, *failed = measured(monkeypatch, launch, "alone", "naive", "fsdp").values()
     assert launches == [30] and done.metrics["loss"] == 9.0

@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,12 @@ class RankError(RuntimeError):
     were.
 
     Fields:
-        rank: the first rank that failed.
         summary: one line, with the last one of its message, unless that is of a stack.
         finished: for each rank, what its function had yielded before the end.
     """
 
-    def __init__(self, message: str, rank: int, finished: list[list[Any]]):
+    def __init__(self, message: str, finished: list[list[Any]]):
         super().__init__(message)
-        self.rank = rank
         self.finished = finished
         first, *others = message.split("\nrank ")[0].splitlines()
         last = others[-1] if others else ""
@@ -115,30 +113,31 @@ def launch(
         )
     if nproc % nodes:
         raise ValueError(f"{nproc} ranks on {nodes} nodes; accepted: as many on each")
-    call = Call(name, args, device, timeout_s, collective_timeout_s, nproc)
-    if nodes == 1:
-        return _run(call, 0)
-    store = _joined()
-    call = replace(call, number=store.add(LAUNCHES, 1))
-    store.set(f"call {call.number}", pickle.dumps(call))
-    replies = [_reply(call, 0)]
+    number = 0
+    if nodes > 1:
+        store = _joined()
+        number = store.add(LAUNCHES, 1)
+    call = Call(name, args, device, timeout_s, collective_timeout_s, nproc, number)
+    if nodes > 1:
+        store.set(f"call {number}", pickle.dumps(call))
+    replies = [_run(call, 0)]
     for node in range(1, nodes):
-        key = f"reply {call.number} {node}"
+        key = f"reply {number} {node}"
         try:
             store.wait([key], datetime.timedelta(seconds=timeout_s + 2 * GRACE_S))
             replies.append(pickle.loads(store.get(key)))
         except dist.DistError:
-            replies.append(("no answer", [[]] * (nproc // nodes)))
+            replies.append((f"node {node}: no answer", [[]] * (nproc // nodes)))
     finished = [items for _, node_items in replies for items in node_items]
-    failures = [f"node {node}: {text}" for node, (text, _) in enumerate(replies) if text]
+    failures = [text for text, _ in replies if text]
     if failures:
-        raise RankError("\n".join(failures), 0, finished)
+        raise RankError("\n".join(failures), finished)
     return finished
 
 
 @dataclass(frozen=True)
 class Call:
-    """What `launch` was called with; its number where several nodes take part, from 1 on."""
+    """What `launch` was called with; its number, from 1 on, 0 where one node takes part."""
 
     name: str
     args: tuple
@@ -146,7 +145,7 @@ class Call:
     timeout_s: float
     collective_timeout_s: float
     nproc: int
-    number: int = 0
+    number: int
 
 
 def lead(nodes: int, address: str, port: int) -> dist.TCPStore:
@@ -171,7 +170,7 @@ def follow(node: int, nodes: int, address: str, port: int) -> None:
         # From the newest on: node 0 waits for whoever comes late.
         for number in itertools.count(max(1, store.add(LAUNCHES, 0))):
             call = pickle.loads(store.get(f"call {number}"))
-            store.set(f"reply {number} {node}", pickle.dumps(_reply(call, node)))
+            store.set(f"reply {number} {node}", pickle.dumps(_run(call, node)))
 
 
 def _joined(timeout: datetime.timedelta = datetime.timedelta(days=30)) -> dist.TCPStore:
@@ -179,16 +178,10 @@ def _joined(timeout: datetime.timedelta = datetime.timedelta(days=30)) -> dist.T
     return dist.TCPStore(address, int(port), timeout=timeout)
 
 
-def _reply(call: Call, node: int) -> tuple[str, list[list[Any]]]:
-    """Returns the failure of this node's ranks, "" where there is none, and what they yielded."""
-    try:
-        return "", _run(call, node)
-    except RankError as error:
-        return str(error), error.finished
-
-
-def _run(call: Call, node: int) -> list[list[Any]]:
-    """Returns what this node's ranks of a call yielded, numbered from 0 in files and errors."""
+def _run(call: Call, node: int) -> tuple[str, list[list[Any]]]:
+    """Returns the failure of this node's ranks, "" where there is none, and what they yielded; in
+    files and failures they are numbered from 0.
+    """
     num_ranks = call.nproc // num_nodes()
     with guarded_folder() as (folder, _):
         (folder / "call").write_bytes(pickle.dumps(call))
@@ -198,10 +191,11 @@ def _run(call: Call, node: int) -> list[list[Any]]:
         finally:
             stopped = _ended(ranks)
         finished = [_read_items(folder / f"{rank}.items") for rank in range(num_ranks)]
+        failure = ""
         if failed or len(list(folder.glob("*.done"))) < num_ranks:
-            message, first = _failure(folder, num_ranks, call.timeout_s, failed, stopped)
-            raise RankError(f"{call.name}: {message}", first, finished)
-    return finished
+            where = f"node {node}: {call.name}" if call.number else call.name
+            failure = f"{where}: {_failure(folder, num_ranks, call.timeout_s, failed, stopped)}"
+    return failure, finished
 
 
 def _started(folder: Path, local: int, rank: int) -> subprocess.Popen:
@@ -342,8 +336,8 @@ def _read_items(path: Path) -> list[Any]:
 
 def _failure(
     folder: Path, nproc: int, timeout_s: float, failed: dict[int, int], stopped: list[int]
-) -> tuple[str, int]:
-    """Returns what to say of a failure, and the rank that failed first.
+) -> str:
+    """Returns what to say of a failure.
 
     Args:
         failed: exit codes of the ranks that ended first; stopped: ranks that a signal had stopped.
@@ -373,4 +367,4 @@ def _failure(
     for rank, log in enumerate(logs):
         if log and rank != first:
             parts += [f"rank {rank} was at:", *log[-20:]]
-    return "\n".join(parts), first
+    return "\n".join(parts)
