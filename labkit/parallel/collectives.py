@@ -288,14 +288,13 @@ def _prepared(
     digits = torch.arange(8, dtype=dtype, device=rank_device())
     numbers = digits.repeat(-(-num_inputs // 8))[:num_inputs]
     offsets = [peer % 4 for peer in range(num_ranks)]
+    received = numbers
+    if operation in ("reduce_scatter", "all_to_all"):
+        received = numbers.chunk(num_ranks)[rank]
+    expected = received  # of a broadcast: rank 0's offset is 0
     if operation in ("all_reduce", "reduce_scatter"):
-        expected = (numbers * num_ranks).add_(sum(offsets))
-        if operation == "reduce_scatter":
-            expected = expected.chunk(num_ranks)[rank]
-    elif operation == "broadcast":
-        expected = numbers + offsets[0]
-    else:
-        received = numbers if operation == "all_gather" else numbers.chunk(num_ranks)[rank]
+        expected = (received * num_ranks).add_(sum(offsets))
+    elif operation != "broadcast":
         expected = torch.cat([received + offset for offset in offsets])
     own = empty(num_inputs)
     torch.add(numbers, offsets[rank], out=own)

@@ -199,8 +199,23 @@ def _run(call: Call, node: int) -> tuple[str, list[list[Any]]]:
 
 
 def _started(folder: Path, local: int, rank: int) -> subprocess.Popen:
-    environment = _environment() | {"LABKIT_RANKS": str(folder), "RANK": str(rank)}
-    environment["LOCAL_RANK"] = str(local)
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if
+        # left alone.
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        **os.environ,
+        # A rank that never communicates must not leave while another still connects to it.
+        "TORCH_DIST_INIT_BARRIER": "1",
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+        "LABKIT_RANKS": str(folder),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+    }
+    if num_nodes() == 1:  # sockets that other machines do not reach
+        environment.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+        environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
     command = [sys.executable, "-P", "-u", "-c", RANK.format(str(folder))]
     with open(folder / f"{local}.stderr", "wb") as log:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
@@ -264,27 +279,6 @@ def moment() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _environment() -> dict[str, str]:
-    """Returns the ranks' environment: this process's, and of one node sockets that other machines
-    do not reach.
-    """
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if
-        # left alone.
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        **os.environ,
-        # A rank that never communicates must not leave while another still connects to it.
-        "TORCH_DIST_INIT_BARRIER": "1",
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-    }
-    if num_nodes() == 1:
-        environment.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
-        environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    return environment
 
 
 def run_rank(folder: Path) -> None:
