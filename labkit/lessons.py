@@ -141,7 +141,7 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
         if type(case.parameters[name]) is int and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
     case = replace(case, parameters=case.parameters | changes, phases=(phase,))
-    for name, run in experiment.run_case(case, {}):
+    for name, run in experiment.run_case(case):
         measured = run()
         if name == phase:
             break

@@ -21,7 +21,8 @@ def in_section(found: list[Case], section: str) -> list[Case]:
 
 def measure(run_case, case: Case, ceilings: dict[str, float] | None = None) -> dict[str, Measured]:
     """Returns what the phases of a case give, measured in this process."""
-    return {phase: run() for phase, run in run_case(case, ceilings or {})}
+    case = replace(case, ceilings=ceilings or {})
+    return {phase: run() for phase, run in run_case(case)}
 
 
 def measure_all(
@@ -32,8 +33,8 @@ def measure_all(
     """
     remaining, measured, failed = list(case.phases), {}, {}
     while remaining:
-        left = replace(case, phases=tuple(remaining))
-        for phase, measure_phase in run_case(left, ceilings or {}):
+        left = replace(case, phases=tuple(remaining), ceilings=ceilings or {})
+        for phase, measure_phase in run_case(left):
             remaining.remove(phase)
             try:
                 measured[phase] = measure_phase()

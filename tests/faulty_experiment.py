@@ -161,18 +161,18 @@ class Subject:
 ALIVE: weakref.WeakSet[Subject] = weakref.WeakSet()
 
 
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def run_case(case: Case) -> Iterator[PhaseRun]:
     _note(case, "build", num_alive=len(ALIVE))
     ALIVE.add(subject := Subject())
     if case.parameters["at"] == "build":
         FAULTS[case.parameters["behaviour"]](case)
     for phase in case.phases:
-        yield phase, partial(_measure, case, phase, ceilings, subject)
+        yield phase, partial(_measure, case, phase, subject)
     if case.parameters["at"] == "after":
         FAULTS[case.parameters["behaviour"]](case)
 
 
-def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subject) -> Measured:
+def _measure(case: Case, phase: str, subject: Subject) -> Measured:
     _note(case, phase)
     measured = Measured(
         metrics={
@@ -180,7 +180,7 @@ def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subjec
             "rate": time.monotonic_ns(),
         },  # an integer: a record rounds floats
         case=dict(case.parameters),
-        observed={"pid": os.getpid(), "ceilings": dict(ceilings)},
+        observed={"pid": os.getpid(), "ceilings": dict(case.ceilings)},
         samples={"step_ms": [1.0, 2.0]},
     )
     behaviour, at = case.parameters["behaviour"], case.parameters["at"]

@@ -142,7 +142,7 @@ def test_a_phase_times_its_own_parts_and_not_the_making_of_the_optimizer(monkeyp
 
 
 def test_a_case_lets_go_of_its_model():
-    for _, run in run_case(steps("train_step"), {}):
+    for _, run in run_case(steps("train_step")):
         workload = run.args[0]
         run()
         assert {"model", "optimizer"} <= workload.__dict__.keys()
@@ -166,7 +166,7 @@ def test_compiling_is_timed_as_a_phase_of_its_own_and_only_there(monkeypatch):
     counts, measured = [], {}
     # Set back afterwards: compiling for real would otherwise stay without its caches.
     with torch.compiler.config.patch(force_disable_caches=False):
-        for phase, run in run_case(case, {}):
+        for phase, run in run_case(case):
             measured[phase] = run()
             counts.append(len(graphs))
     torch.compiler.reset()

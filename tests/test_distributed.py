@@ -39,7 +39,7 @@ def measured(monkeypatch, launch, *phases):
     monkeypatch.setattr(distributed, "launch", launch)
     results = {}
     case = Case("steps", {**STEP, "world_size": 2}, phases, 60.0)
-    for phase, run in distributed._run_steps(CPU, case, {}):
+    for phase, run in distributed._run_steps(CPU, case):
         try:
             results[phase] = run()
         except Exception as error:
@@ -97,7 +97,7 @@ def test_gpus_that_cannot_share_a_step_are_told_in_one_line(monkeypatch, machine
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: "NCCL" not in reason)
     case = Case("steps", {**STEP, "world_size": 2}, ("fsdp copy",), 60.0)
     with pytest.raises(Skip, match=reason):
-        next(distributed._run_steps(H200, case, {}))[1]()
+        next(distributed._run_steps(H200, case))[1]()
 
 
 def test_the_step_of_8b_is_run_only_where_it_is_asked_for():
@@ -111,7 +111,7 @@ def test_the_step_of_8b_is_run_only_where_it_is_asked_for():
 def test_ranks_measure_steps():
     ways = ("alone", "sharded optimizer", "fsdp")
     steps = Case("steps", {**STEP, "world_size": 2}, ways, 120.0, time_limit_s=0.01)
-    results = {way: run() for way, run in distributed.run_case(steps, {})}
+    results = {way: run() for way, run in distributed.run_case(steps)}
     whole, state, share = (results[way].metrics for way in ways)
     assert all(result.case == steps.parameters for result in results.values())
     assert state["state_bytes"] == pytest.approx(whole["state_bytes"] / 2, rel=0.01)

@@ -50,8 +50,8 @@ def test_other_losses_have_no_time():
     seen = {"losses": [9.0, 8.0], "reference": [9.0, 8.01], "samples_ms": [2.0, 4.0]}
     seen |= {"watts": None, "peak_bytes": 0, "levels": ["input"] * 2}
     case = Case("8b", CASE, WAYS, 60.0)
-    result = measured({}, case, [seen, seen | {"samples_ms": [3.0, 3.0]}])
+    result = measured(case, [seen, seen | {"samples_ms": [3.0, 3.0]}])
     assert result.samples["step_ms"] == [3.0, 4.0] and result.metrics["sustained_ms"] == 3.5
     assert result.metrics["tokens_per_s"] == pytest.approx(128 / 3.5e-3)
     with pytest.raises(ValueError, match="losses"):
-        measured({}, case, [seen | {"losses": [9.0, 8.2]}])
+        measured(case, [seen | {"losses": [9.0, 8.2]}])

@@ -117,7 +117,7 @@ class AttentionCall:
         self.device, self.impl = device, parameters["impl"]
         self.mask = {"causal": True} if parameters.get("causal") else {}
         self.is_compiled = self.impl.startswith("compiled")
-        empty_cache(device)
+        empty_cache()
         heads = [1] if self.impl in WITH_HEADS else []
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
         *self.inputs, self.grad_out = draw(device.kind, parameters["precision"], *4 * [shape])
@@ -153,7 +153,7 @@ class AttentionCall:
         """
         for x in self.inputs:
             x.grad = None
-        empty_cache(self.device)
+        empty_cache()
         is_cuda = self.device.kind == "cuda"
         others = torch.cuda.memory_allocated() - storage_bytes(self.inputs)
         if is_cuda:

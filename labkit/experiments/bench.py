@@ -167,14 +167,12 @@ def _enter(case: BenchCase) -> str:
     return operation
 
 
-def _contest(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _contest(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
     _enter(case)
-    return contest_section(watched)(device, case, ceilings)
+    return contest_section(watched)(device, case)
 
 
-def _attention_call(
-    device: Device, case: BenchCase, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def _attention_call(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
     """Chapter 05's calls, which are not timed in turn, of a function that has been watched."""
     label = case.parameters["impl"]
     shape = {**case.parameters, "heads": 1, "causal": False}
@@ -182,10 +180,10 @@ def _attention_call(
     for name in ("forward", "forward_backward"):
         watched(device, shape).judge(label, name)
     attention.enter(label, functools.partial(implementation.function, causal=False))
-    return attention.run_case(case, ceilings)
+    return attention.run_case(case)
 
 
-def _wrappers(device: Device, case: BenchCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _wrappers(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
     arguments = case.entrants, case.parameters, case.time_limit_s
     return distributed.run_ranks(wrapper_rank, _measured_wrapper, device, case, *arguments)
 
@@ -211,7 +209,7 @@ def wrapper_rank(
         yield f"{name} step", seen[name] | beside
 
 
-def _wrapped(wrapper: Callable, pairs: dict, label: str, module: nn.Module, **_: Any) -> nn.Module:
+def _wrapped(wrapper: Callable, pairs: dict, label: str, module: nn.Module) -> nn.Module:
     plain = copy.deepcopy(module)
     has_buckets = "bucket_size_mb" in inspect.signature(wrapper).parameters
     wrapped = wrapper(module, **({"bucket_size_mb": 100} if has_buckets else {}))

@@ -88,7 +88,7 @@ def capture_steps(step: Step, phase: str, marker: Marker) -> None:
     kind = step.device.kind
     label = " ".join(words_of(step.described(), phase))
     step.model.zero_grad()
-    empty_cache(step.device)
+    empty_cache()
     for _ in range(NUM_WARMUP):
         step.run(phase)
     for number, marks in enumerate((marked(step, marker), contextlib.nullcontext())):

@@ -286,6 +286,7 @@ class Watched(Operation):
         Raises Refused for a wrong result, for none, and for one that is not computed by the call,
         from its inputs, into memory of its own.
         """
+        self.kept.clear()  # before anything that is timed is called
         self._check_call(impl)
         run = self.run(impl, name)
         earlier = ()
@@ -330,11 +331,7 @@ class Watched(Operation):
             raise Refused(f"it must return {expected}; got {got}")
 
     def rounds(self, num_rounds: int) -> Iterable:
-        """Returns what renews the inputs before each round, and judges what it gave after it."""
-        self.kept.clear()  # before anything of this timing is called
-        return self._rounds(num_rounds)
-
-    def _rounds(self, num_rounds: int) -> Iterator[None]:
+        """Renews the inputs before each round, and judges what it gave after it."""
         for _ in range(num_rounds):
             for values in self.kept.values() if not self.is_in_place else ():
                 _poison(values)
@@ -441,13 +438,13 @@ def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
     device and a case's parameters.
     """
 
-    def run(device: Device, case: ContestCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    def run(device: Device, case: ContestCase) -> Iterator[PhaseRun]:
         for module in case.modules:
             importlib.import_module(module)
         # A graph whose buffers are given to the first backward pass can have no second one.
         importlib.import_module("torch._functorch.config").donated_buffer = False
         try:
-            yield from contest(problem(device, case.parameters), case, ceilings)
+            yield from contest(problem(device, case.parameters), case)
         finally:
             counters = torch._dynamo.utils.counters
             if counters["frames"]:
@@ -456,21 +453,19 @@ def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
                 counters.clear()
                 torch.compiler.reset()
                 gc.unfreeze()
-            empty_cache(device)
+            empty_cache()
 
     return run
 
 
-def contest(
-    operation: Operation, case: ContestCase, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def contest(operation: Operation, case: ContestCase) -> Iterator[PhaseRun]:
     """Yields the phases: those that cannot be had first, then those that were timed, pass by
     pass.
     """
 
     def measure(impl: str, name: str, timed: Timed, metrics: dict) -> Measured:
         phase = f"{impl} {name}"
-        metrics = operation.rates(name, timed.timing.median_ms, ceilings) | metrics
+        metrics = operation.rates(name, timed.timing.median_ms, case.ceilings) | metrics
         operation.confirm(phase, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
@@ -479,7 +474,7 @@ def contest(
                 timed,
                 operation.call(impl, name),
                 flops=metrics["flops"],
-                ceiling=ceilings.get(f"sustained gemm {operation.precision}"),
+                ceiling=case.ceilings.get(f"sustained gemm {operation.precision}"),
             )
         precision = numerics.live_precision(operation.dtype)
         return timed.measured(metrics, {**case.parameters, "precision": precision})

@@ -220,7 +220,7 @@ def _collective(case: Case, ranks: Seen) -> Measured:
     return Measured(metrics, parameters, timer=timing.description())
 
 
-def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _run_collectives(device: Device, case: Case) -> Iterator[PhaseRun]:
     return run_ranks(collectives_rank, _collective, device, case, case.parameters["transport"])
 
 
@@ -256,15 +256,14 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
     return Measured(metrics, parameters, dict(first["observed"]), samples, timing.description())
 
 
-def _run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _run_steps(device: Device, case: Case) -> Iterator[PhaseRun]:
     return run_ranks(steps_rank, measured_step, device, case, case.parameters, case.time_limit_s)
 
 
-def _run_8b(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _run_8b(device: Device, case: Case) -> Iterator[PhaseRun]:
     if device.kind != "cuda":
         raise Skip(f"the step of 8.1 B needs two GPUs; this is {device.name}")
-    make = functools.partial(step_8b.measured, ceilings)
-    return run_ranks(step_8b.board_rank, make, device, case, case.parameters)
+    return run_ranks(step_8b.board_rank, step_8b.measured, device, case, case.parameters)
 
 
 SECTIONS = {**CEILINGS, "collectives": _run_collectives, "steps": _run_steps, "8b": _run_8b}

@@ -137,7 +137,7 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     return Measured(metrics, p)
 
 
-def _measure_tile(device: Device, case: Case, ceilings: dict[str, float]) -> Measured:
+def _measure_tile(device: Device, case: Case) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
     operation = new_attention(device, case.parameters)
     if reason := triton_unavailable(operation):
@@ -157,7 +157,7 @@ def _measure_tile(device: Device, case: Case, ceilings: dict[str, float]) -> Mea
     limits = {"device_kind": device.kind, "num_warmup": 1, "time_limit_s": case.time_limit_s}
     method = "graph" if device.kind == "cuda" else "host"
     times = timed(device, time_callable, run, method=method, **limits)
-    metrics = operation.rates("forward", times.timing.median_ms, ceilings) | verdict.metrics()
+    metrics = operation.rates("forward", times.timing.median_ms, case.ceilings) | verdict.metrics()
     metrics["is_shipped"] = int(tile == shipped.forward)
     return times.measured(metrics, case.parameters)
 
@@ -172,7 +172,7 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
         raise Skip(reason)
     # What a library sets aside at its first call, and keeps, is not the call's.
     small.call(impl, "forward_backward")()
-    empty_cache(device)
+    empty_cache()
     before = torch.cuda.memory_allocated()
     operation = new_attention(device, case.parameters)
     torch.cuda.reset_peak_memory_stats()

@@ -126,7 +126,7 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     # Libraries take their workspaces at their first call in each thread.
     step.loss_on(step.tokens[:1, :16], step.targets[:1, :16]).backward()
     _make_state(step, phase)
-    empty_cache(step.device)
+    empty_cache()
     used_bytes, result = measure_usage(getattr(step, phase), step.device.kind)
     if phase != "inference" and not torch.isfinite(result):
         raise AssertionError(f"the loss is {result.item()}")
@@ -201,7 +201,7 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
     part = parameters["part"]
     is_compiled = parameters["code"] == "compiled"
     kind = device.kind
-    empty_cache(device)
+    empty_cache()
     d_model = parameters["d_model"]
     shape = (parameters["batch"], parameters["context"], d_model)
     config = ModelConfig("", "", d_model, parameters["d_ff"], 1, parameters["num_heads"])

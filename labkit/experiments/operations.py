@@ -108,7 +108,7 @@ def new_attention(device: Device, parameters: dict) -> Operation:
     """Returns attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel
     that is told to.
     """
-    empty_cache(device)
+    empty_cache()
     *size, causal, precision = (parameters[name] for name in SHAPE)
     q, k, v, grad_out = draw(device.kind, precision, *4 * [size])
     baseline = labkit_flash.resolve_impl(q)
@@ -116,10 +116,6 @@ def new_attention(device: Device, parameters: dict) -> Operation:
         baseline = "triton_tf32"
     batch, heads, length, d_head = size
     call = (batch * heads, length, d_head)
-    costs = {
-        name: {"flops": accounting.attention_call_flops(name, *call, causal=causal)}
-        for name in PASSES
-    }
     return Operation(
         device,
         precision,
@@ -129,7 +125,10 @@ def new_attention(device: Device, parameters: dict) -> Operation:
         inputs={"q": q, "k": k, "v": v},
         grad_outs=[grad_out],
         formula=functools.partial(attention_formula, causal=causal),
-        costs=costs,
+        costs={
+            name: {"flops": accounting.attention_call_flops(name, *call, causal=causal)}
+            for name in PASSES
+        },
         terms=dict.fromkeys(("out", "dq", "dk", "dv"), length),
         implementations=IMPLEMENTATIONS["attention"],
         baseline=baseline,
@@ -169,10 +168,6 @@ def _layer_norm(x, weight, bias, residual):
     return F.layer_norm(total, weight.shape, weight, bias, EPS), total
 
 
-def _swiglu(gate, up):
-    return F.silu(gate) * up
-
-
 def _rotary(q, k, turn):
     return turn(q.transpose(1, 2)), turn(k.transpose(1, 2))
 
@@ -181,16 +176,8 @@ def _cross_entropy(logits, targets):
     return F.cross_entropy(wide(logits), targets)
 
 
-def _linear_cross_entropy(x, classes, targets):
-    return _cross_entropy(x @ classes.T, targets)
-
-
 def _mlp(x, w1, b1, w2, b2):
     return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
-
-
-def _weighted_sum(x, weight):
-    return (x * weight).sum(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -212,7 +199,7 @@ class Definition:
 
 
 DEFINITIONS = {
-    "weighted_sum": Definition(_weighted_sum, weighted_sum),
+    "weighted_sum": Definition(lambda x, weight: (x * weight).sum(dim=-1), weighted_sum),
     "rms_norm": Definition(
         _rms_norm, lambda x, weight, residual: rms_norm(x, weight, EPS, residual), (4, 4)
     ),
@@ -221,7 +208,7 @@ DEFINITIONS = {
         lambda x, weight, bias, residual: layer_norm(x, weight, bias, EPS, residual),
         (4, 4),
     ),
-    "swiglu": Definition(_swiglu, swiglu, (3, 5)),
+    "swiglu": Definition(lambda gate, up: F.silu(gate) * up, swiglu, (3, 5)),
     "rotary": Definition(
         _rotary,
         lambda q, k, turn: rotary(q.transpose(1, 2), k.transpose(1, 2), turn.cos_TD, turn.sin_TD),
@@ -229,7 +216,9 @@ DEFINITIONS = {
     ),
     "cross_entropy": Definition(_cross_entropy, cross_entropy, (1, 2)),
     "linear_cross_entropy": Definition(
-        _linear_cross_entropy, linear_cross_entropy, passes=("forward_backward",)
+        lambda x, classes, targets: _cross_entropy(x @ classes.T, targets),
+        linear_cross_entropy,
+        passes=("forward_backward",),
     ),
     "gelu_mlp": Definition(_mlp, gelu_mlp),
 }
@@ -256,20 +245,19 @@ def row_operation(device: Device, parameters: dict) -> Operation:
         others = (RotaryEmbedding(HEAD, rows, 10_000.0).to(device.kind),)
     outs = as_tuple(definition.formula(*tensors, *others))
     torch.manual_seed(2)
+    unit = "num_bytes"
+    forward, backward = (number * tensors[0].nbytes for number in definition.elements)
     if matrices:
-        flops = 2 * rows * sum(matrix.numel() for matrix in matrices)
-        costs = {"forward": {"flops": flops}, "forward_backward": {"flops": 3 * flops}}
-    else:
-        forward, backward = (number * tensors[0].nbytes for number in definition.elements)
-        both = forward + backward
-        costs = {"forward": {"num_bytes": forward}, "forward_backward": {"num_bytes": both}}
+        unit = "flops"
+        forward = 2 * rows * sum(matrix.numel() for matrix in matrices)
+        backward = 2 * forward
     return Operation(
         device,
         precision,
         inputs=dict(zip(names, tensors, strict=True)),
         grad_outs=[torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs],
         formula=lambda *inputs, dtype: definition.formula(*(x.to(dtype) for x in inputs), *others),
-        costs=costs,
+        costs={"forward": {unit: forward}, "forward_backward": {unit: forward + backward}},
         terms=dict.fromkeys(("out", *(f"d{each}" for each in names)), max(rows, columns)),
         implementations=IMPLEMENTATIONS[name],
         baseline="ours",

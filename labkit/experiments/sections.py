@@ -22,10 +22,8 @@ from labkit.measure.timing import Timing, captured, synchronize
 from labkit.monitor import Monitor
 from labkit.records import HOST_SECTION
 
-Runner = Callable[[Device, Case, dict[str, float]], Iterator[PhaseRun]]
-"""Yields the phases of a case on a device; the session's ceilings are as `ceiling_rates` names
-them.
-"""
+Runner = Callable[[Device, Case], Iterator[PhaseRun]]
+"""Yields the phases of a case on a device."""
 
 KEPT_SAMPLES = 20
 """A record keeps its samples where there are at most this many."""
@@ -36,42 +34,40 @@ power limit so soon: its windows only show that they can be had.
 """
 
 
-def section(
-    measure: Callable[..., Measured], live: Callable | None = None, *, is_rated: bool = False
-) -> Runner:
+def section(measure: Callable[..., Measured], live: Callable | None = None) -> Runner:
     """Returns the usual runner: `measure` gets (live object, case, phase), and returns the phase's
     measurement.
 
     Args:
         live: context manager of (device, case) around the live object; without it, that is the
             device.
-        is_rated: `measure` gets the session's ceilings too.
     """
 
-    def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-        rated = (ceilings,) if is_rated else ()
+    def run(device: Device, case: Case) -> Iterator[PhaseRun]:
         with live(device, case) if live else contextlib.nullcontext(device) as subject:
             for phase in case.phases:
-                yield phase, functools.partial(measure, subject, case, phase, *rated)
+                yield phase, functools.partial(measure, subject, case, phase)
 
     return run
 
 
-def run_section(
-    sections: Mapping[str, Runner], case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def run_section(sections: Mapping[str, Runner], case: Case) -> Iterator[PhaseRun]:
     """Yields each phase of `case` with the function that measures it, in the case's precision;
-    raises Skip for one that is not there.
+    raises Skip for one that the device lacks, or only emulates: it would be timed as something
+    else.
 
     A case of the section "host", which every session begins with, needs no entry in `sections`.
     """
     device = detect()
     precision = case.parameters.get("precision", "fp32")
-    require_precision(device, precision)
+    is_cuda = device.kind == "cuda"
+    if precision == "tf32" and not (is_cuda and torch.cuda.get_device_capability() >= (8, 0)):
+        raise Skip(f"{device.name} has no TF32")
+    if precision in ("bf16", "bf16_pure") and is_cuda:
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise Skip(f"{device.name} has no bfloat16")
     numerics.set_precision(precision)
-    yield from {HOST_SECTION: section(_measure_host), **sections}[case.section](
-        device, case, ceilings
-    )
+    yield from {HOST_SECTION: section(_measure_host), **sections}[case.section](device, case)
 
 
 def _measure_host(device: Device, case: Case, name: str) -> Measured:
@@ -196,24 +192,12 @@ def timed_with_peak(
     """Returns what `timed` gives, and on CUDA the peak of memory meanwhile; unused memory is given
     back before.
     """
-    empty_cache(device)
+    empty_cache()
     is_cuda = device.kind == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     result = timed(device, timer, *args, **options)
     return result, {"peak_bytes": torch.cuda.max_memory_allocated()} if is_cuda else {}
-
-
-def require_precision(device: Device, precision: str) -> None:
-    """Raises Skip for a precision that the device lacks, or only emulates: it would be timed as
-    something else.
-    """
-    is_cuda = device.kind == "cuda"
-    if precision == "tf32" and not (is_cuda and torch.cuda.get_device_capability() >= (8, 0)):
-        raise Skip(f"{device.name} has no TF32")
-    if precision in ("bf16", "bf16_pure") and is_cuda:
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise Skip(f"{device.name} has no bfloat16")
 
 
 def memory_bytes(device: Device) -> int:
@@ -228,8 +212,7 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
-def empty_cache(device: Device) -> None:
-    """Gives memory that no tensor holds back to the device."""
+def empty_cache() -> None:
+    """Gives memory that no tensor holds back to the GPU, if there is one."""
     gc.collect()
-    if device.kind == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()

@@ -342,10 +342,10 @@ def _measure_module(device: Device, case: Case, phase: str) -> Measured:
     forward, both = _module(Batch(device, case.parameters), module, impl)
     # The embeddings' first implementation reads its grids on the host.
     calls = {phase: forward if name == "forward" else both}
-    return _measure(Work(device, calls, is_captured=module != "embeddings"), case, phase, {})
+    return _measure(Work(device, calls, is_captured=module != "embeddings"), case, phase)
 
 
-def _measure(work: Work, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+def _measure(work: Work, case: Case, phase: str) -> Measured:
     """Returns a call launched, replayed from a CUDA graph and, of counted FLOPs, run back to
     back.
     """
@@ -358,13 +358,15 @@ def _measure(work: Work, case: Case, phase: str, ceilings: dict[str, float]) -> 
         times = timed(device, time_callable, call, method="graph", **limits)
     if work.flops:
         flops = work.flops * (1 if phase == "forward" else 3)
-        metrics |= rate_metrics(device, ceilings, times.timing.median_ms, precision, flops=flops)
+        metrics |= rate_metrics(
+            device, case.ceilings, times.timing.median_ms, precision, flops=flops
+        )
         metrics |= sustained_metrics(
             device,
             times,
             call,
             flops=flops,
-            ceiling=ceilings.get(f"sustained gemm {precision}"),
+            ceiling=case.ceilings.get(f"sustained gemm {precision}"),
         )
     return times.measured(metrics | work.metrics, case.parameters, keep="step_ms")
 
@@ -443,8 +445,8 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
 
 SECTIONS = {
     **CEILINGS,
-    "floor": section(_measure, _live(_products), is_rated=True),
-    "steps": section(_measure, _live(_step), is_rated=True),
+    "floor": section(_measure, _live(_products)),
+    "steps": section(_measure, _live(_step)),
     "profile": section(_measure_profile, _live(_step)),
     "modules": section(_measure_module),
     "accuracy": section(_measure_accuracy),

@@ -21,7 +21,6 @@ from labkit.configs import (
 )
 from labkit.device import Device
 from labkit.experiments.sections import (
-    Timed,
     empty_cache,
     rate_metrics,
     section,
@@ -311,9 +310,8 @@ class Step:
         """Frees what the step holds."""
         if self.compile != "none":  # importing the compiler to reset it takes seconds
             torch.compiler.reset()
-        device = self.device
         vars(self).clear()
-        empty_cache(device)
+        empty_cache()
 
 
 def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[Step]:
@@ -321,7 +319,7 @@ def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[S
     return contextlib.closing(Step(device, case.parameters))
 
 
-def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
     device = step.device
     if device.kind == "cpu" and step.precision == "fp16":
         raise Skip(f"{device.name}: PyTorch emulates float16 matrix products on most processors")
@@ -342,11 +340,24 @@ def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
     if phase in ("train_step", "graph_step") and not step.loss.isfinite():
         raise AssertionError(f"the loss is {step.loss:g} after the timed steps")
-    metrics |= _rates(step, case, phase, function, times, ceilings)
+    config = step.model.config
+    median_ms = times.timing.median_ms
+    precision = step.precision.removesuffix("_pure")  # of the matrix products
+    against = (device, case.ceilings, median_ms, precision)
+    if phase == "optimizer_step":
+        metrics |= rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
+    elif phase != "compile":
+        counted = "train_step" if phase == "graph_step" else phase
+        flops = accounting.phase_flops(config, *step.tokens.shape, counted, causal=False)
+        metrics |= rate_metrics(*against, flops=flops)
+        metrics["tokens_per_s"] = step.tokens.numel() / (median_ms * 1e-3)
+    if phase in case.sustained:
+        ceiling = case.ceilings.get(f"sustained gemm {precision}")
+        metrics |= sustained_metrics(device, times, function, flops=flops, ceiling=ceiling)
     return times.measured(metrics, step.described(), keep="step_ms")
 
 
-run_steps = section(_measure_phase, open_step, is_rated=True)
+run_steps = section(_measure_phase, open_step)
 """Runs the phases of a training step, as notebooks 01, 03 and 05 take it into their sections."""
 
 
@@ -358,35 +369,6 @@ def _time_first_call(step: Step) -> Timing:
     torch.compiler.config.force_disable_caches = True
     first_ms = time_once_ms(step.forward_backward, step.device.kind)
     return Timing((first_ms,), "host", 0, "fixed count")
-
-
-def _rates(
-    step: Step,
-    case: Case,
-    phase: str,
-    function: Callable[[], object] | None,
-    times: Timed,
-    ceilings: dict[str, float],
-) -> dict[str, float | None]:
-    """Returns the rates of a phase that took `times`, as `rate_metrics`; of a phase in
-    `case.sustained` also those of `function` called back to back.
-    """
-    if phase == "compile":
-        return {}
-    config = step.model.config
-    precision = step.precision.removesuffix("_pure")  # of the matrix products
-    against = (step.device, ceilings, times.timing.median_ms, precision)
-    if phase == "optimizer_step":
-        return rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
-    shape = step.tokens.shape
-    counted = "train_step" if phase == "graph_step" else phase
-    flops = accounting.phase_flops(config, *shape, counted, causal=False)
-    metrics = rate_metrics(*against, flops=flops)
-    metrics["tokens_per_s"] = step.tokens.numel() / (times.timing.median_ms * 1e-3)
-    if phase in case.sustained:
-        ceiling = ceilings.get(f"sustained gemm {precision}")
-        metrics |= sustained_metrics(step.device, times, function, flops=flops, ceiling=ceiling)
-    return metrics
 
 
 # ---- a step as one CUDA graph --------------------------------------------------------------------
@@ -405,7 +387,7 @@ def capture_step(step: Step) -> tuple[Callable[[], None], dict[str, float]]:
     with on_capture_stream():
         called = losses_of(step, step.train_step)
     step.optimizer.zero_grad()
-    empty_cache(step.device)
+    empty_cache()
     torch.cuda.reset_peak_memory_stats()
     graph = captured_once(step.train_step)
     peak_bytes = torch.cuda.max_memory_allocated()

@@ -270,8 +270,7 @@ class Board(nn.Module):
 
     def step(self) -> None:
         """Trains one step and notes its loss on this rank."""
-        if self.optimizer:
-            self.optimizer.zero_grad()
+        self.zero_grad()
         # On a GPU, torch 2.11's fully_shard fails where its root gets no argument.
         loss = self(self.tokens, self.targets)
         loss.backward()
@@ -317,11 +316,11 @@ def board_rank(
             "levels": board.levels,
         }
         del board
-        empty_cache(device)
+        empty_cache()
         yield way, seen
 
 
-def measured(ceilings: dict[str, float], case: Case, ranks: list[dict[str, Any]]) -> Measured:
+def measured(case: Case, ranks: list[dict[str, Any]]) -> Measured:
     """Returns the record of a row: times of the slower rank, memory of the one with most, watts of
     the first GPU.
 
@@ -339,7 +338,7 @@ def measured(ceilings: dict[str, float], case: Case, ranks: list[dict[str, Any]]
     seconds = metrics["mean_ms"] / 1e3
     config = model_config(parameters["size"])
     flops = accounting.phase_flops(config, 1, parameters["context"], "train_step", causal=True)
-    ceiling = ceilings.get(f"sustained gemm {parameters['precision']}")
+    ceiling = case.ceilings.get(f"sustained gemm {parameters['precision']}")
     rate = flops / seconds / 1e12
     metrics |= {
         "sustained_ms": metrics["mean_ms"],

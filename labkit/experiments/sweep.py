@@ -105,6 +105,7 @@ class Case:
         sustained: phases that are also run back to back, see `sections.sustained_metrics`.
         compiles: it compiles kernels, which is done for several cases at a time before any is
             measured.
+        ceilings: the session's, as `ceiling_rates` names them; the session fills them in.
     """
 
     section: str
@@ -116,6 +117,7 @@ class Case:
     stop_at_failure: bool = False
     sustained: tuple[str, ...] = ()
     compiles: bool = False
+    ceilings: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -199,11 +201,11 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
     gc.freeze()  # otherwise each collection between phases would walk through all modules
     while True:
         try:
-            case, ceilings = connection.recv()
+            case = connection.recv()
         except EOFError:
             return
         try:
-            for phase, run in experiment.run_case(case, ceilings):
+            for phase, run in experiment.run_case(case):
                 connection.send(("phase", phase))
                 try:
                     connection.send(("ok", run()))
@@ -287,7 +289,7 @@ class _Worker:
         self.module_name = module_name
         self.used = False
 
-    def outcomes(self, case: Case, ceilings: dict[str, float]) -> Iterator[tuple[str, Measured]]:
+    def outcomes(self, case: Case) -> Iterator[tuple[str, Measured]]:
         """Yields each phase of a case with what it gave, and last "" with what became of the phases
         that were not begun.
 
@@ -295,7 +297,7 @@ class _Worker:
         """
         self.used = True
         with contextlib.suppress(OSError):  # if the process has ended, `_receive` tells
-            self.connection.send((case, ceilings))
+            self.connection.send(case)
         phase = ""
         while True:
             kind, content = self._receive(case.timeout_s)
@@ -605,8 +607,8 @@ class Session:
             if not self._worker:
                 self._worker = _Worker(self.module_name)
             was_used = self._worker.used
-            part = replace(case, phases=tuple(left))
-            for phase, measured in self._worker.outcomes(part, self.ceilings):
+            part = replace(case, phases=tuple(left), ceilings=self.ceilings)
+            for phase, measured in self._worker.outcomes(part):
                 if measured.status not in ("ok", "skipped"):
                     self._end_worker()
                 if measured.status == "ended":
@@ -723,7 +725,7 @@ def rehearse(sessions: Sequence[Session]) -> None:
             if not worker or worker.module_name != module_name:
                 worker = _Worker(module_name, is_rehearsal=True)
                 workers.append(worker)
-            *_, (_, last) = worker.outcomes(replace(case, time_limit_s=0.0, sustained=()), {})
+            *_, (_, last) = worker.outcomes(replace(case, time_limit_s=0.0, sustained=()))
             # One that has come to the end of a case is up for the next.
             if last.status != "skipped" or case.fresh_process:
                 workers.remove(worker)
