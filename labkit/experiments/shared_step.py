@@ -53,10 +53,10 @@ def _fully_shard(model: nn.Module, *, compute_dtype: torch.dtype | None) -> nn.M
     return model
 
 
-def _zero_redundancy(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+def _zero_redundancy(parameters: Sequence[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(*arguments, **options)
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **options)
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,12 @@ class Way:
 
     Attributes:
         wrap: makes of a model the one that is trained.
-        optimizer: of (parameters, torch.optim.AdamW, **its options); None where each rank has all
-            of AdamW's state.
+        optimizer: of (parameters, **options of AdamW).
         is_cast_by_wrapper: the wrapper casts to 16 bits, not autocast.
     """
 
     wrap: Callable[..., nn.Module]
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     is_cast_by_wrapper: bool = False
 
 
@@ -80,7 +79,7 @@ DDP = partial(DistributedDataParallel, gradient_as_bucket_view=True, broadcast_b
 FSDP = partial(FullyShardedDataParallel, units=(Block,))
 
 WAYS = {
-    "alone": Way(lambda model, **_: model),
+    "alone": Way(lambda model: model),
     "naive": Way(data_parallel.NaiveDataParallel),
     "flat": Way(data_parallel.FlatDataParallel),
     "overlapped": Way(data_parallel.OverlappedDataParallel),
@@ -89,7 +88,7 @@ WAYS = {
     "bucketed bf16": Way(partial(BUCKETED, sent_as=torch.bfloat16)),
     "bucketed copy": Way(partial(BUCKETED, transport="copy")),
     "ddp": Way(DDP),
-    "sharded optimizer": Way(BUCKETED, ShardedOptimizer),
+    "sharded optimizer": Way(BUCKETED, partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW)),
     "zero redundancy": Way(DDP, _zero_redundancy),
     "fsdp": Way(FSDP, is_cast_by_wrapper=True),
     "fsdp 16 blocks": Way(partial(FSDP, transport="ctas_16"), is_cast_by_wrapper=True),
@@ -119,10 +118,7 @@ class SharedStep(Step):
         options = {"compute_dtype": self.recipe.autocast} if way.is_cast_by_wrapper else {}
         self.model = way.wrap(self.model, **options)
         parameters = list(self.model.parameters())
-        if way.optimizer:
-            self.optimizer = way.optimizer(parameters, torch.optim.AdamW, **ADAMW)
-        else:
-            self.optimizer = torch.optim.AdamW(parameters, **ADAMW)
+        self.optimizer = way.optimizer(parameters, **ADAMW)
         for group in self.optimizer.param_groups:
             group["capturable"] = self.compile == "graph"
         self.memory = {"init_bytes": _allocated()}
