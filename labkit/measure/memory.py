@@ -16,7 +16,7 @@ import gc
 import io
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -233,6 +233,19 @@ def frame_text(frames: Sequence[dict]) -> str:
     return ""
 
 
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Returns bytes by address of the distinct storages behind `tensors`; several may be views of
+    one.
+    """
+    behind = [x.untyped_storage() for x in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in behind}
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of the distinct storages behind `tensors`."""
+    return sum(storages(tensors).values())
+
+
 def measure_usage(function: Callable[[], Any], device_kind: str) -> tuple[int, Any]:
     """Returns the most bytes that a call of `function` takes at any moment, beyond what was in use
     before, and its result.
@@ -274,10 +287,7 @@ class Recorder:
 
     def __init__(self, device_kind: str, resident: Sequence[Tensor] = ()):
         self._is_cuda = device_kind == "cuda"
-        self._resident = {
-            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in resident
-        }
-        self.history = History([], 0)
+        self._resident = storages(resident)
         self._marks: list[tuple[str, int]] = []
 
     def mark(self, name: str) -> None:
@@ -304,16 +314,17 @@ class Recorder:
         try:
             if not self._is_cuda:
                 self._profile.__exit__(error_type, *error)
-            if error_type is None:
-                self.history = self._cuda_history() if self._is_cuda else self._cpu_history()
-                self.history.marks = self._marks
+            if error_type:
+                return
+            if self._is_cuda:
+                torch.cuda.synchronize()
+                self.history = _history(torch.cuda.memory._snapshot(), torch.cuda.current_device())
+            else:
+                self.history = self._cpu_history()
+            self.history.marks = self._marks
         finally:
             if self._is_cuda:
                 torch.cuda.memory._record_memory_history(None)
-
-    def _cuda_history(self) -> History:
-        torch.cuda.synchronize()
-        return _history(torch.cuda.memory._snapshot(), torch.cuda.current_device())
 
     def _cpu_history(self) -> History:
         events = []
@@ -354,8 +365,8 @@ def _module_path(model: nn.Module) -> Iterator[list[str]]:
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             enter = module.register_forward_pre_hook(lambda *_, name=name: path.append(name))
-            hooks.callback(enter.remove)
-            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            hooks.enter_context(enter)
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield path
 
 
@@ -410,7 +421,7 @@ def residuals(
     kept_anyway = {x.untyped_storage()._cdata for x in resident}
     path = [""]
     tensors: dict[int, Tensor] = {}  # by storage; kept alive, so that none is used again
-    saved: list[Residual] = []
+    saved = []
     current = _CurrentFunction()
 
     def pack(tensor: Tensor) -> Tensor:

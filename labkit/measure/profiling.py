@@ -9,7 +9,6 @@ it, one row per launch, the same whatever the capture was made with:
 | name, short_name, kind | as captured; readable; kernel, memcpy, memset, or operator on a CPU |
 | kernel_class | one of CLASSES, from the name, or as the caller of `launches` knows it |
 | start_ns, end_ns, duration_ns | on the device; an operator's without the operators it calls |
-| stream | CUDA stream; the thread of an operator |
 | path, range, phase | ranges open at its launch, outermost first; the innermost; that in `phases` |
 
 A range belongs to a launch if it was open, in the launching process, when the host launched: on the
@@ -186,7 +185,7 @@ def distinct_names(names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a capture holds.
+    """What a capture holds; raises ProfileError if that would say nothing, or is impossible.
 
     Attributes:
         source: "nsys", "kineto" (CUDA kernels by torch.profiler) or "kineto cpu" (its CPU
@@ -202,18 +201,15 @@ class Trace:
     operations: pd.DataFrame
     ranges: pd.DataFrame
 
-
-def _trace(source: str, version: str, operations: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
-    """Returns a Trace; raises ProfileError for one that would say nothing, or is impossible."""
-    kernels = operations[~operations["kind"].isin(["memcpy", "memset"])]
-    if kernels["launched_ns"].isna().all():
-        raise ProfileError("holds no launch of a kernel and no operator")
-    if ranges.empty:
-        raise ProfileError("holds no range")
-    for frame in (operations, ranges):
-        if (frame["start_ns"] > frame["end_ns"]).any():
-            raise ProfileError("has an event that ends before it starts")
-    return Trace(source, version, operations, ranges)
+    def __post_init__(self):
+        kernels = self.operations[~self.operations["kind"].isin(["memcpy", "memset"])]
+        if kernels["launched_ns"].isna().all():
+            raise ProfileError("holds no launch of a kernel and no operator")
+        if self.ranges.empty:
+            raise ProfileError("holds no range")
+        for frame in (self.operations, self.ranges):
+            if (frame["start_ns"] > frame["end_ns"]).any():
+                raise ProfileError("has an event that ends before it starts")
 
 
 def _with_launches(operations: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
@@ -245,7 +241,7 @@ _LAST_NS = 1 << 53
 
 # A global thread id is the process's with the thread's in the lowest 24 bits.
 _NSYS_OPERATIONS = """
-SELECT {name} AS name, '{kind}' AS kind, start AS start_ns, [end] AS end_ns, streamId AS stream,
+SELECT {name} AS name, '{kind}' AS kind, start AS start_ns, [end] AS end_ns,
     globalPid >> 24 AS process, COALESCE(correlationId, -1) AS correlation
 FROM CUPTI_ACTIVITY_KIND_{table}"""
 
@@ -280,33 +276,31 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
         ProfileError: not an SQLite file of nsys, no kernels, launches or ranges, or an impossible
             row (a missing time, an end before its start); names the file and what is wrong.
     """
-    with _reading(path, "an SQLite export of Nsight Systems"):
-        uri = f"{Path(path).absolute().as_uri()}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-            return _read_export(connection, version)
+    uri = f"{Path(path).absolute().as_uri()}?mode=ro"
+    with (
+        _reading(path, "an SQLite export of Nsight Systems"),
+        contextlib.closing(sqlite3.connect(uri, uri=True)) as connection,
+    ):
 
+        def rows(query: str) -> pd.DataFrame:
+            table = pd.read_sql_query(query, connection)
+            return table.astype({name: "int64" for name in table if name not in ("name", "kind")})
 
-def _read_export(connection: sqlite3.Connection, version: str) -> Trace:
-    tables = pd.read_sql_query("SELECT name FROM sqlite_master", connection)["name"].tolist()
-    graphs = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
-    if graphs in tables and connection.execute(f"SELECT 1 FROM {graphs}").fetchone():
-        raise ProfileError(
-            "holds CUDA graphs as a whole, without their kernels; accepted: a capture with "
-            "--cuda-graph-trace=node"
-        )
-
-    def rows(query: str) -> pd.DataFrame:
-        table = pd.read_sql_query(query, connection)
-        return table.astype({name: "int64" for name in table if name not in ("name", "kind")})
-
-    operations = [
-        rows(_NSYS_OPERATIONS.format(name=name, kind=kind, table=kind.upper()))
-        for kind, name in _NSYS_NAMES.items()
-        # A table without copies is left out.
-        if kind == "kernel" or f"CUPTI_ACTIVITY_KIND_{kind.upper()}" in tables
-    ]
-    operations = _with_launches(pd.concat(operations, ignore_index=True), rows(_NSYS_CALLS))
-    return _trace("nsys", version, operations, rows(_NSYS_RANGES))
+        tables = rows("SELECT name FROM sqlite_master")["name"].tolist()
+        graphs = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+        if graphs in tables and connection.execute(f"SELECT 1 FROM {graphs}").fetchone():
+            raise ProfileError(
+                "holds CUDA graphs as a whole, without their kernels; accepted: a capture with "
+                "--cuda-graph-trace=node"
+            )
+        operations = [
+            rows(_NSYS_OPERATIONS.format(name=name, kind=kind, table=kind.upper()))
+            for kind, name in _NSYS_NAMES.items()
+            # A table without copies is left out.
+            if kind == "kernel" or f"CUPTI_ACTIVITY_KIND_{kind.upper()}" in tables
+        ]
+        operations = _with_launches(pd.concat(operations, ignore_index=True), rows(_NSYS_CALLS))
+        return Trace("nsys", version, operations, rows(_NSYS_RANGES))
 
 
 _CHROME_KINDS = {
@@ -341,7 +335,18 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
         ]
         if not events:
             raise ProfileError("holds no event")
-        return _read_events(pd.DataFrame(events), version)
+        events = pd.DataFrame(events).astype({"start_ns": "int64", "end_ns": "int64"})
+        events["kind"] = events["category"].map(_CHROME_KINDS)
+        ranges = events[events["category"] == "user_annotation"]
+        ranges = ranges[~ranges["name"].str.startswith(_RANGES_OF_TORCH)]
+        operators = events[events["kind"] == "operator"]
+        on_device = events[events["kind"].notna() & (events["kind"] != "operator")]
+        if on_device.empty:
+            return Trace("kineto cpu", version, _with_own_times(operators), ranges)
+        calls = events[events["category"].isin(_LAUNCH_CATEGORIES)]
+        calls = calls.rename(columns={"start_ns": "launched_ns"})
+        operations = _with_launches(on_device.drop(columns="thread"), calls)
+        return Trace("kineto", version, operations, ranges)
 
 
 def _event(entry: dict) -> dict:
@@ -355,26 +360,10 @@ def _event(entry: dict) -> dict:
         "end_ns": round((start_us + float(entry["dur"])) * 1e3),
         "process": 0,  # a kernel's is the number of its device
         "thread": str(entry["tid"]),
-        "stream": arguments.get("stream", -1),
         "correlation": arguments.get("correlation", -1),
         "blocks": math.prod(arguments["grid"]) if "grid" in arguments else math.nan,
         "shape": str([arguments.get(name) for name in ("grid", "block", "bytes")]),
     }
-
-
-def _read_events(events: pd.DataFrame, version: str) -> Trace:
-    events = events.astype({"start_ns": "int64", "end_ns": "int64"})
-    events["kind"] = events["category"].map(_CHROME_KINDS)
-    ranges = events[events["category"] == "user_annotation"]
-    ranges = ranges[~ranges["name"].str.startswith(_RANGES_OF_TORCH)]
-    operators = events[events["kind"] == "operator"]
-    on_device = events[events["kind"].notna() & (events["kind"] != "operator")]
-    if on_device.empty:
-        return _trace("kineto cpu", version, _with_own_times(operators), ranges)
-    calls = events[events["category"].isin(_LAUNCH_CATEGORIES)]
-    calls = calls.rename(columns={"start_ns": "launched_ns"})
-    operations = _with_launches(on_device.drop(columns="thread"), calls)
-    return _trace("kineto", version, operations, ranges)
 
 
 def _with_own_times(operators: pd.DataFrame) -> pd.DataFrame:
@@ -391,14 +380,11 @@ def _with_own_times(operators: pd.DataFrame) -> pd.DataFrame:
         callers.append((number, row.end_ns))
     return operators.assign(
         duration_ns=np.maximum(own_ns, 0),
-        stream=operators["thread"],
         launched_ns=operators["start_ns"],
     )
 
 
-def launches(
-    trace: Trace, phases: Sequence[str], classes: Mapping[str, str] | None = None
-) -> pd.DataFrame:
+def launches(trace: Trace, phases: Sequence[str], classes: Mapping[str, str] = {}) -> pd.DataFrame:
     """Returns the table of the module's docstring, in order of start.
 
     Args:
@@ -413,7 +399,7 @@ def launches(
         kernel_classes = {name: classify(name, "operator") for name in names}
     else:
         short = distinct_names(names)
-        kernel_classes = {name: classify(name) for name in names} | dict(classes or {})
+        kernel_classes = {name: classify(name) for name in names} | classes
     table["short_name"] = table["name"].map(short)
     table["kernel_class"] = table["name"].map(kernel_classes)
     table["path"] = _paths(table, trace.ranges)
@@ -429,7 +415,7 @@ def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ..
     launched = operations.dropna(subset="launched_ns").sort_values("launched_ns")
     moments = launched["launched_ns"].to_numpy()
     rows = list(launched.itertuples())
-    paths: list[tuple[str, ...]] = [()] * len(operations)
+    paths = [()] * len(operations)
     in_own_range = set()
     ranges = ranges.sort_values(["start_ns", "end_ns"], ascending=[True, False])
     for range_ in ranges.itertuples():
@@ -531,33 +517,22 @@ profile command.
 """
 
 
-def _allowed_environment() -> dict[str, str]:
-    """Returns the variables of this process's environment that a captured process may have."""
-    return {name: os.environ[name] for name in ALLOWED_ENVIRONMENT if name in os.environ}
-
-
 @dataclass(frozen=True)
 class Nsys:
     """Nsight Systems as found here."""
 
-    path: str
     version: str
 
     @classmethod
     def find(cls) -> "Nsys | None":
         """Returns the nsys of PATH; None where there is none that runs."""
-        path = shutil.which("nsys")
-        if path is None:
-            return None
         try:
-            answer = _run(
-                [path, "--version"], _allowed_environment(), 60.0, time.monotonic() + 60.0
-            )
+            answer = _run(["nsys", "--version"], 60.0, time.monotonic() + 60.0)
         except (ProfileError, TimeoutError):
             return None
         version = re.search(r"Nsight Systems version ([\d.]+)", answer)
         # CUDA's script of this name only looks for nsys.
-        return cls(path, version[1]) if version else None
+        return cls(version[1]) if version else None
 
     @classmethod
     @functools.cache
@@ -606,17 +581,20 @@ class Nsys:
         # The guard ends whatever has the folder's path in its environment, also what has left the
         # group of its parent.
         with guarded_folder() as (folder, _):
-            # nsys writes raw captures to TMPDIR first, and may leave them there.
-            environment = {**_allowed_environment(), "TMPDIR": str(folder)}
+
+            def nsys(*arguments: str) -> str:
+                # nsys writes raw captures to TMPDIR first, and may leave them there.
+                temporary = {"TMPDIR": str(folder)}
+                return _run(["nsys", *arguments], timeout_s, end_s, temporary)
+
             report = folder / "capture.nsys-rep"
             export = folder / "capture.sqlite"
             sampling = STACKS if stacks else NO_STACKS
             # An older release that is given a newer option starts nothing, nor does one that may
             # not sample.
             for options in ((*sampling, *NEWER_OPTIONS), sampling, NO_STACKS):
-                profile = [self.path, "profile", *TRACED, *options, "--stats=false"]
-                profile.append(f"--output={folder / 'capture'}")
-                output = _run([*profile, *command], environment, timeout_s, end_s)
+                target = f"--output={folder / 'capture'}"
+                output = nsys("profile", *TRACED, *options, "--stats=false", target, *command)
                 if report.exists():
                     break
             else:
@@ -624,17 +602,17 @@ class Nsys:
             if keep:
                 shutil.copyfile(report, keep)
             options = ("--type=sqlite", "--force-overwrite=true", f"--output={export}")
-            to_sqlite = [self.path, "export", *options, str(report)]
-            output = _run(to_sqlite, environment, timeout_s, end_s)
+            output = nsys("export", *options, str(report))
             if not export.exists():
                 raise ProfileError(f"nsys export left no SQLite file: {_last_line(output)}")
             return read_nsys(export, self.version) if reads else None
 
 
 def _run(
-    command: Sequence[str], environment: Mapping[str, str], timeout_s: float, end_s: float
+    command: Sequence[str], timeout_s: float, end_s: float, variables: Mapping[str, str] = {}
 ) -> str:
-    """Returns the output of a program that may run until `end_s`, of time.monotonic().
+    """Returns the output of a program that may run until `end_s`, of time.monotonic(); its
+    environment is what ALLOWED_ENVIRONMENT names of this process's, and `variables`.
 
     Raises:
         TimeoutError: the program took longer; it has been ended, not what it started.
@@ -642,11 +620,12 @@ def _run(
     """
     name = Path(command[0]).name
     left_s = max(0.1, end_s - time.monotonic())
+    allowed = {name: os.environ[name] for name in ALLOWED_ENVIRONMENT if name in os.environ}
     # What the program started may outlive it and hold a pipe open, but no file.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         try:
-            subprocess.run(command, env=environment, timeout=left_s, check=False, **streams)
+            subprocess.run(command, env=allowed | variables, timeout=left_s, check=False, **streams)
         except OSError as error:
             raise ProfileError(f"{name} cannot be started: {error.strerror}") from error
         except subprocess.TimeoutExpired:
