@@ -21,6 +21,7 @@ from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import attention_formula, by_formula, draw
 from labkit.experiments.sections import (
+    Plan,
     empty_cache,
     memory_bytes,
     run_section,
@@ -32,11 +33,10 @@ from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import course
 from labkit.kernels.attention import attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
+from labkit.measure.memory import storage_bytes
 from labkit.measure.timing import time_callable
 
 MEASUREMENT_VERSION = 1
-
-PHASES = ("forward", "backward")
 
 ATTENTION_BATCH = 8
 """Sequences of one attention call, as in the published grid: no heads, so eight score matrices."""
@@ -68,14 +68,13 @@ measurement.
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = ATTENTION[profile]
-    limits = {"timeout_s": grid.case_timeout_s, "time_limit_s": grid.time_limit_s}
-    planned = ceiling_cases(tuple(grid.series), grid.case_timeout_s)
+    plan = Plan(grid, ceiling_cases(tuple(grid.series), grid.case_timeout_s))
 
     def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:
         call = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
         call |= {"batch": ATTENTION_BATCH, **mask}
-        options = {"stop_at_failure": True, "compiles": impl.startswith("compiled")}
-        planned.append(Case(section, call, PHASES, **limits, **options))
+        compiles = impl.startswith("compiled")
+        plan.add(section, call, "forward", "backward", stop_at_failure=True, compiles=compiles)
 
     # A series of rising lengths after the other.
     for precision, impls in grid.series.items():
@@ -93,12 +92,12 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     for size, context in itertools.product(grid.model_sizes, grid.model_precisions):
         for precision in grid.model_precisions[context]:
             model = step_parameters(size, context, precision, compile="regional")
-            planned.append(Case("transformer", model, ("backward",), **limits, compiles=True))
+            plan.add("transformer", model, "backward", compiles=True)
     for precision in ("fp32", "bf16"):
         for impl, length in itertools.product(grid.series.get(precision, ()), grid.masked_lengths):
             if impl != "compiled" or length in grid.compiled_lengths:
                 add("masked", impl, precision, grid.long_d_head, length, causal=True)
-    return planned
+    return plan
 
 
 class AttentionCall:
@@ -156,16 +155,15 @@ class AttentionCall:
         empty_cache()
         is_cuda = self.device.kind == "cuda"
         others = torch.cuda.memory_allocated() - storage_bytes(self.inputs)
+        run = self.forward
+        if phase == "backward":
+            run = functools.partial(self.forward().backward, self.grad_out)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        out = self.forward()
+        out = run()
         metrics = {"device_bytes": memory_bytes(self.device)}
         if phase == "forward":
             metrics["saved_bytes"] = storage_bytes(saved_tensors(out))
-        else:
-            if is_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            out.backward(self.grad_out)
         if is_cuda:
             metrics["peak_bytes"] = torch.cuda.max_memory_allocated() - others
         return metrics
@@ -179,13 +177,15 @@ class AttentionCall:
         """
         exact = self.oracle[phase == "backward"]  # before the pass, whose memory it may need
         out, grad_out = self.forward_for_backward()
-        results = {"output": out}
+        names = ["output"]
+        results = [out]
         if phase == "backward":
             out.backward(grad_out)
-            results = dict(zip(("dq", "dk", "dv"), (x.grad for x in self.inputs), strict=True))
+            names = ["dq", "dk", "dv"]
+            results = [x.grad for x in self.inputs]
         bound = LARGEST_ERROR[numerics.live_precision(out.dtype)]
         errors = {}
-        for (name, x), reference in zip(results.items(), exact, strict=True):
+        for name, x, reference in zip(names, results, exact, strict=True):
             key = f"{name}_relative_error"
             error = numerics.relative_error(x[-1], reference)
             if not error <= bound:
@@ -208,7 +208,7 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     if phase == "backward":
         function = Tensor.backward
         inputs = call.forward_for_backward
-    metrics: dict = {}
+    metrics = {}
     if call.is_compiled:
         function(*inputs())
         # How many times the compiler put SDPA in the place of the formula.
@@ -250,12 +250,6 @@ def saved_tensors(out: Tensor) -> list[Tensor]:
             values += getattr(node, name, None) or ()
         kept += [value for value in values if isinstance(value, Tensor) and value.dim()]
     return kept
-
-
-def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Returns the bytes of the distinct storages behind `tensors`; several may be views of one."""
-    storages = [x.untyped_storage() for x in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 _calls = section(

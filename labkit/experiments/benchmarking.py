@@ -30,10 +30,17 @@ from labkit.experiments.ceilings import (
     copy_buffers,
     timed_call,
 )
-from labkit.experiments.sections import rate_metrics, run_section, section, time_once_ms, timed
+from labkit.experiments.sections import (
+    Plan,
+    rate_metrics,
+    run_section,
+    section,
+    time_once_ms,
+    timed,
+)
 from labkit.experiments.step import run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured
-from labkit.measure.timing import Timing
+from labkit.measure.timing import METHODS, Timing
 
 MEASUREMENT_VERSION = 2
 """2: the timer's interval of the median has the 95 % it states; in version 1 it held at least 88 %.
@@ -46,9 +53,8 @@ NUM_QUEUED = 30
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = BENCHMARKING[profile]
-    methods = ("window", "graph", "flush") if device_kind == "cuda" else ("host",)
-    timer = Case("timer", {"kind": "negate"}, (*methods, "independent"), grid.case_timeout_s)
-    planned = [*ceiling_cases(grid.precisions, grid.case_timeout_s), timer]
+    plan = Plan(grid, ceiling_cases(grid.precisions, grid.case_timeout_s))
+    plan.add("timer", {"kind": "negate"}, *METHODS[device_kind], "independent")
 
     def add(section: str, step: dict, phases: tuple[str, ...], keys=(), **options) -> None:
         """Plans a step, whose last phase is also sustained where `keys` have its size, context and
@@ -56,13 +62,12 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         """
         if (step["size"], step["context"], step["precision"]) in keys:
             options["sustained"] = phases[-1:]
-        options = {"time_limit_s": grid.time_limit_s} | options
-        planned.append(Case(section, step, phases, grid.case_timeout_s, **options))
+        plan.add(section, step, *phases, **options)
 
-    for shape in itertools.product(grid.warmup_sizes, grid.warmup_contexts):
+    for shape in itertools.product(grid.warmup_sizes, grid.warmup_contexts, ["fp32"]):
         for phase in WARMUP_PHASES:
-            step = step_parameters(*shape, "fp32")
-            add("warmup", step, (phase,), time_limit_s=5.0, fresh_process=True)
+            step = step_parameters(*shape)
+            plan.add("warmup", step, phase, time_limit_s=5.0, fresh_process=True)
     for size, context, precision in itertools.product(grid.sizes, grid.contexts, grid.precisions):
         if context in grid.precision_contexts.get(precision, grid.contexts):
             step = step_parameters(size, context, precision)
@@ -72,18 +77,19 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         if mode == "regional" or shape[0] in grid.whole_compile_sizes:
             step = step_parameters(*shape, compile=mode)
             add("compile", step, COMPILE_PHASES, grid.sustained, stop_at_failure=True)
-    for shape in itertools.product(grid.course_sizes, grid.course_contexts):
-        add("course", step_parameters(*shape, "fp32", attention="course"), COURSE_PHASES)
+    for shape in itertools.product(grid.course_sizes, grid.course_contexts, ["fp32"]):
+        plan.add("course", step_parameters(*shape, attention="course"), *COURSE_PHASES)
     for way in grid.executions:
-        is_fused = way["impl"] == "fused"
-        how = {"compile": way["compile"], "impl": way["impl"]}
-        how["attention"] = "auto" if is_fused else "eager"  # the fused model has ours
-        compiles = is_fused or way["compile"] != "none"
+        impl = way["impl"]
+        mode = way["compile"]
+        is_fused = impl == "fused"
+        attention = "auto" if is_fused else "eager"  # the fused model has ours
         shapes = (way.get("sizes", grid.execution_sizes), way["contexts"], way["precisions"])
         for shape in itertools.product(*shapes):
-            step = step_parameters(*shape, **how)
+            step = step_parameters(*shape, compile=mode, attention=attention, impl=impl)
+            compiles = is_fused or mode != "none"
             add("execution", step, EXECUTION_PHASES, grid.sustained_executions, compiles=compiles)
-    return planned
+    return plan
 
 
 def _measure_timer(device: Device, case: Case, method: str) -> Measured:
@@ -95,25 +101,25 @@ def _measure_timer(device: Device, case: Case, method: str) -> Measured:
     """
     target, source = copy_buffers(device)
     target.fill_(float("nan"))
-    negate = functools.partial(torch.neg, out=target)
+    negate = functools.partial(torch.neg, source, out=target)
     if method == "independent":
-        times = timed(device, _time_independently, device, negate, source)
+        times = timed(device, _time_independently, device, negate)
     else:
-        times = timed_call(device, negate, source, method=method)
+        times = timed_call(device, negate, method=method)
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
     rates = rate_metrics(device, {}, times.timing.median_ms, "fp32", num_bytes=2 * source.nbytes)
-    return times.measured(rates, {"kind": "negate"}, {"num_bytes": source.nbytes})
+    return times.measured(rates, case.parameters, {"num_bytes": source.nbytes})
 
 
-def _time_independently(device: Device, function: Callable, source: torch.Tensor) -> Timing:
+def _time_independently(device: Device, function: Callable) -> Timing:
     """Returns five times of a call, each the mean of NUM_QUEUED calls that are queued at once, by
     the host's clock.
     """
 
     def calls() -> None:
         for _ in range(NUM_QUEUED):
-            function(source)
+            function()
 
     calls()
     samples = tuple(time_once_ms(calls, device.kind) / NUM_QUEUED for _ in range(5))

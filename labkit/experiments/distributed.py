@@ -25,7 +25,7 @@ from labkit.configs import DISTRIBUTED
 from labkit.device import Device, gpu_links, num_gpus, num_nodes, num_usable_cores
 from labkit.experiments import step_8b
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
-from labkit.experiments.sections import run_section
+from labkit.experiments.sections import Plan, run_section
 from labkit.experiments.shared_step import NUM_WARMUP, WAYS, slowest, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure.timing import Timing
@@ -62,43 +62,42 @@ def cases(
     it, and of the chapter its "collectives" alone where that is named.
     """
     grid = DISTRIBUTED[profile]
-    limit_s = grid.case_timeout_s
     is_cuda = device_kind == "cuda"
     # On the only GPU of a machine every other case is skipped: nothing there needs a ceiling. A
     # machine without GPUs lists the cases of another.
     is_shared = is_cuda and num_gpus() != 1
-    planned = ceiling_cases(grid.ceilings, limit_s) if is_shared else []
+    plan = Plan(grid, ceiling_cases(grid.ceilings, grid.case_timeout_s) if is_shared else ())
     if "8b" in workload:
         case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
-        planned.append(Case("8b", case, tuple(step_8b.WAYS), grid.board_timeout_s))
+        plan.add("8b", case, *step_8b.WAYS, timeout_s=grid.board_timeout_s)
     is_whole = not workload or "chapter" in workload
     if not is_whole and "collectives" not in workload:
-        return planned
+        return plan
     # Ranks that share a core mostly wait for one another.
     nodes = num_nodes()
     num_places = num_gpus() if is_cuda else nodes * num_usable_cores()
     fitting = [n for n in grid.world_sizes if n <= num_places and n % nodes == 0]
     here = sorted(world_sizes or fitting) or grid.world_sizes[:1]
     for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
-        phases = tuple(
+        phases = [
             f"{operation} {dtype} {num_bytes}"
             for operation in OPERATIONS_OF.get(transport, OPERATIONS)
             for dtype in (grid.dtypes if transport in DEFAULTS else grid.dtypes[:1])
             for num_bytes in grid.collective_bytes
             # Between GPUs gloo is only a rival.
             if not is_cuda or transport != "gloo" or num_bytes <= grid.most_gloo_bytes
-        )
+        ]
         parameters = {"world_size": world_size, "transport": transport}
         # A transport that fails here would fail for every phase, each in a launch of its own.
-        planned.append(Case("collectives", parameters, phases, limit_s, stop_at_failure=True))
+        plan.add("collectives", parameters, *phases, stop_at_failure=True)
     sizes = grid.sizes if is_whole else ()
     for size, (precision, compile, batch, name) in itertools.product(sizes, grid.steps):
         # Without GPUs there are no copy engines, and no thread blocks.
-        phases = tuple(
+        phases = [
             way
             for way in WAYS
             if way in grid.ways[name] and (is_cuda or not way.endswith(("copy", "blocks")))
-        )
+        ]
         for world_size in here[RANKS_OF.get(name, slice(-1, None))]:
             parameters = {
                 "size": size,
@@ -109,8 +108,8 @@ def cases(
                 "batch": batch if batch > 0 else max(1, -batch // world_size),
                 "world_size": world_size,
             }
-            planned.append(Case("steps", parameters, phases, limit_s, grid.time_limit_s))
-    return planned
+            plan.add("steps", parameters, *phases)
+    return plan
 
 
 Seen = list[dict[str, Any]]
@@ -142,7 +141,7 @@ def check_gpus(world_size: int) -> str:
 def run_ranks(
     function: Callable, make: Callable[[Case, Seen], Measured], device: Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
-    """Yields the phases of a case, all measured by one launch when the first one is asked for.
+    """Yields the phases of a case, all measured by one launch.
 
     A phase that every rank finished counts even if a rank failed later; the failure is that of the
     phases that are missing.
@@ -160,30 +159,27 @@ def run_ranks(
         is_copied = transport in OPERATIONS_OF
         phases = [name for name in phases if not (is_copied or name.endswith("copy"))]
 
-    @functools.cache
-    def launched() -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
-        """Returns what each rank saw by phase, the failure if one failed, and the telemetry."""
-        options = {"device": kind, "timeout_s": case.timeout_s - 30}
-        failure = ""
-        with Monitor(device.kind) as monitor:
-            try:
-                ranks = launch(function, world_size, phases, *args, **options)
-            except RankError as error:
-                ranks, failure = error.finished, error.summary
-                if "OutOfMemoryError" not in failure:
-                    print(error, file=sys.stderr)  # with the rank's traceback
-        return [dict(items) for items in ranks], failure, monitor.summary
+    options = {"device": kind, "timeout_s": case.timeout_s - 30}
+    failure = ""
+    with Monitor(device.kind) as monitor:
+        try:
+            ranks = launch(function, world_size, phases, *args, **options) if phases else []
+        except RankError as error:
+            ranks = error.finished
+            failure = error.summary
+            if "OutOfMemoryError" not in failure:
+                print(error, file=sys.stderr)  # with the rank's traceback
+    seen = [dict(items) for items in ranks]  # of each rank, by phase
 
     def measure(phase: str) -> Measured:
         if phase not in phases:
             raise Skip(unlinked)
-        ranks, failure, telemetry = launched()
-        if all(phase in rank for rank in ranks):
-            measured = make(case, [rank[phase] for rank in ranks])
+        if all(phase in rank for rank in seen):
+            measured = make(case, [rank[phase] for rank in seen])
             if kind == "cuda":
                 nccl = ".".join(map(str, torch.cuda.nccl.version()))
                 measured.observed.update(nccl=nccl, topology=gpu_links())
-            return replace(measured, telemetry=telemetry)
+            return replace(measured, telemetry=monitor.summary)
         if "OutOfMemoryError" in failure:
             raise torch.OutOfMemoryError(failure)
         raise RuntimeError(failure or f"no rank measured {phase}")

@@ -13,7 +13,6 @@ head dimension.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
 
 import torch
 import triton.errors
@@ -30,7 +29,7 @@ from labkit.experiments.operations import (
     new_attention,
     triton_unavailable,
 )
-from labkit.experiments.sections import empty_cache, run_section, section, timed
+from labkit.experiments.sections import Plan, empty_cache, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
@@ -46,45 +45,27 @@ TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = FLASH_ATTENTION[profile]
-    timeout = {"timeout_s": grid.case_timeout_s}
-    limits = {**timeout, "time_limit_s": grid.time_limit_s, "compiles": True}
-    planned = ceiling_cases(tuple(grid.impls), grid.case_timeout_s)
+    plan = Plan(grid, ceiling_cases(tuple(grid.impls), grid.case_timeout_s))
+    limits = {**plan.limits, "compiles": True}
     for tile, causal in itertools.product(grid.algorithm_tiles, (False, True)):
         parameters = {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}
-        phases = ("errors",) if causal else ("errors", "trace")
-        planned.append(Case("algorithm", parameters, phases, **timeout))
+        phases = ["errors"] if causal else ["errors", "trace"]
+        plan.add("algorithm", parameters, *phases)
     for rows, dim in grid.weighted_sums:
         parameters = {"rows": rows, "dim": dim, "precision": "fp32"}
         impls = IMPLEMENTATIONS["weighted_sum"]
-        planned.append(contest_case("weighted_sum", "weighted_sum", parameters, impls, **limits))
+        plan.append(contest_case("weighted_sum", "weighted_sum", parameters, impls, **limits))
     for tile in grid.tiles:
         parameters = {**grid.tiles_shape, "precision": "bf16"}
         parameters |= zip(TILE_FIELDS, tile, strict=True)
-        planned.append(Case("tiles", parameters, ("forward",), **limits))
-    sustained = [f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained]
-    ranking = {"is_ranking": True, "sustained": tuple(sustained), "compiles": True}
-    ranking |= {**timeout, "time_limit_s": grid.rivals_time_limit_s}
+        plan.add("tiles", parameters, "forward", compiles=True)
+    sustained = tuple(f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained)
+    ranking = {"is_ranking": True, "sustained": sustained}
+    ranking |= limits | {"time_limit_s": grid.rivals_time_limit_s}
     for shape in grid.rivalries:
         parameters = {**shape, "precision": "bf16"}
-        planned.append(contest_case("rivals", "attention", parameters, grid.rivals, **ranking))
-    planned += _speed_cases(grid, limits)
-    for precision, impls in grid.memory_impls.items():
-        for impl, length in itertools.product(impls, grid.memory_lengths):
-            shape = _one_head(length, grid.memory_d_head, precision)
-            parameters = {**shape, "impl": impl}
-            phases = ("forward", "forward_backward")
-            planned.append(Case("memory", parameters, phases, **timeout, compiles=True))
-    return planned
-
-
-def _one_head(length: int, d_head: int, precision: str, causal: bool = True) -> dict:
-    """Returns the parameters of attention at batch 1 with one head."""
-    shape = {"batch": 1, "heads": 1, "length": length, "d_head": d_head}
-    return {**shape, "causal": causal, "precision": precision}
-
-
-def _speed_cases(grid: Grid, limits: dict) -> Iterator[Case]:
-    """Yields shape by shape what is timed in turn and what is timed alone."""
+        plan.append(contest_case("rivals", "attention", parameters, grid.rivals, **ranking))
+    # Shape by shape what is timed in turn, and what is timed alone.
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
             here = [impl for impl in impls if length in _lengths(grid, impl, precision, d_head)]
@@ -92,12 +73,24 @@ def _speed_cases(grid: Grid, limits: dict) -> Iterator[Case]:
             if here:
                 in_turn = [impl for impl in here if impl not in MATERIALISING]
                 case = {**shape, "timed": IN_TURN}
-                yield contest_case("speed", "attention", case, in_turn, **limits)
+                plan.append(contest_case("speed", "attention", case, in_turn, **limits))
             for impl in here:
                 if impl in MATERIALISING:
                     case = {**shape, "timed": f"alone: {impl}"}
                     phases = tuple(f"{impl} {name}" for name in PASSES)
-                    yield ContestCase("speed", case, phases, **limits)
+                    plan.append(ContestCase("speed", case, phases, **limits))
+    for precision, impls in grid.memory_impls.items():
+        for impl, length in itertools.product(impls, grid.memory_lengths):
+            shape = _one_head(length, grid.memory_d_head, precision)
+            parameters = {**shape, "impl": impl}
+            plan.add("memory", parameters, "forward", "forward_backward", compiles=True)
+    return plan
+
+
+def _one_head(length: int, d_head: int, precision: str, causal: bool = True) -> dict:
+    """Returns the parameters of attention at batch 1 with one head."""
+    shape = {"batch": 1, "heads": 1, "length": length, "d_head": d_head}
+    return {**shape, "causal": causal, "precision": precision}
 
 
 def _lengths(grid: Grid, impl: str, precision: str, d_head: int) -> tuple[int, ...]:
@@ -137,7 +130,7 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     return Measured(metrics, p)
 
 
-def _measure_tile(device: Device, case: Case) -> Measured:
+def _measure_tile(device: Device, case: Case, phase: str) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
     operation = new_attention(device, case.parameters)
     if reason := triton_unavailable(operation):
@@ -154,9 +147,15 @@ def _measure_tile(device: Device, case: Case) -> Measured:
     except triton.errors.TritonError as error:
         raise Skip(f"{type(error).__name__}: {error}".split("\n")[0]) from None
     verdict = operation.verdicts("forward", [out])[0]
-    limits = {"device_kind": device.kind, "num_warmup": 1, "time_limit_s": case.time_limit_s}
-    method = "graph" if device.kind == "cuda" else "host"
-    times = timed(device, time_callable, run, method=method, **limits)
+    times = timed(
+        device,
+        time_callable,
+        run,
+        device_kind=device.kind,
+        method="graph" if device.kind == "cuda" else "host",
+        num_warmup=1,
+        time_limit_s=case.time_limit_s,
+    )
     metrics = operation.rates("forward", times.timing.median_ms, case.ceilings) | verdict.metrics()
     metrics["is_shipped"] = int(tile == shipped.forward)
     return times.measured(metrics, case.parameters)
@@ -187,7 +186,7 @@ SECTIONS = {
     "weighted_sum": contest_section(first_kernel),
     "speed": contest_section(new_attention),
     "rivals": contest_section(new_attention),
-    "tiles": lambda *arguments: [("forward", functools.partial(_measure_tile, *arguments))],
+    "tiles": section(_measure_tile),
     "memory": section(_measure_memory),
 }
 

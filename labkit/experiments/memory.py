@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from labkit.configs import MEMORY, ModelConfig
 from labkit.device import Device
 from labkit.experiments.sections import (
+    Plan,
     empty_cache,
-    num_bytes,
     run_section,
     section,
     timed,
@@ -40,15 +40,13 @@ from labkit.measure.memory import (
     measure_usage,
     residuals,
     saved_bytes,
+    storage_bytes,
+    storages,
 )
-from labkit.measure.timing import time_callable
 from labkit.models.transformer import Block, RMSNorm, RotaryEmbedding
 
 MEASUREMENT_VERSION = 2
 
-PEAK_PHASES = ("inference", "forward", "train_step")
-COURSE_PHASES = ("forward", "train_step")
-TIMELINE_PHASES = ("inference", "train_step")
 TIMELINE_POINTS = 400
 
 PARTS = (
@@ -70,26 +68,22 @@ by both.
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = MEMORY[profile]
-    limit = grid.case_timeout_s
-    planned = []
+    planned = Plan(grid)
     for shape in itertools.product(grid.sizes, grid.contexts, grid.precisions):
-        planned.append(Case("peaks", step_parameters(*shape), PEAK_PHASES, limit))
-    for size, context, precision in grid.course:
-        parameters = step_parameters(size, context, precision, attention="course")
-        planned.append(Case("course", parameters, COURSE_PHASES, limit))
+        planned.add("peaks", step_parameters(*shape), "inference", "forward", "train_step")
+    for shape in grid.course:
+        parameters = step_parameters(*shape, attention="course")
+        planned.add("course", parameters, "forward", "train_step")
     for shape in grid.timelines:
-        planned.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))
+        planned.add("timeline", step_parameters(*shape), "inference", "train_step")
     for part, code in PARTS:
-        if code not in grid.block_codes:
-            continue
-        parameters = {"part": part, "code": code, **grid.block, "precision": "fp32"}
-        planned.append(Case("block", parameters, ("saved",), limit, compiles=code == "compiled"))
+        if code in grid.block_codes:
+            parameters = {"part": part, "code": code, **grid.block, "precision": "fp32"}
+            planned.add("block", parameters, "saved", compiles=code == "compiled")
     for attention, plans in grid.checkpoint_plans.items():
         for plan in plans:
             parameters = step_parameters(*grid.checkpointed, attention=attention)
-            parameters["plan"] = plan
-            limits = (limit, grid.time_limit_s)
-            planned.append(Case("checkpointing", parameters, ("train_step",), *limits))
+            planned.add("checkpointing", parameters | {"plan": plan}, "train_step")
     return planned
 
 
@@ -131,7 +125,7 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     if phase != "inference" and not torch.isfinite(result):
         raise AssertionError(f"the loss is {result.item()}")
     step.model.zero_grad()
-    resident_bytes = num_bytes(resident(step))
+    resident_bytes = storage_bytes(resident(step))
     peak_bytes = resident_bytes + used_bytes
     if step.device.kind == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated()
@@ -174,8 +168,8 @@ def _categories(step: Step, history: History) -> Callable[[Allocation], str]:
     Activations are what the forward pass leaves for the backward pass, gradients what that leaves
     for the optimizer; temporary is what else the step makes.
     """
-    known = {x.untyped_storage().data_ptr(): "parameters" for x in step.model.parameters()}
-    known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in optimizer_state(step)}
+    known = dict.fromkeys(storages(step.model.parameters()), "parameters")
+    known |= dict.fromkeys(storages(optimizer_state(step)), "optimizer state")
     begins = {name: begin for name, begin, _ in history.phases()}
     backward, optimizer = begins.get("backward"), begins.get("optimizer step")
 
@@ -249,8 +243,7 @@ def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
     peak = _measure_peak(step, case, phase)
     # Two steps have run: there is nothing left to warm up.
     limits = {"num_warmup": 0, "min_samples": 3, "max_samples": 20}
-    limits |= {"time_limit_s": case.time_limit_s, "device_kind": step.device.kind}
-    times = timed(step.device, time_callable, step.train_step, **limits)
+    times = timed(step.device, step.time_phase, phase, time_limit_s=case.time_limit_s, **limits)
     plan = "/".join(map(str, step.plan)) or "none"
     return times.measured(peak.metrics, step.described() | {"plan": plan}, keep="step_ms")
 

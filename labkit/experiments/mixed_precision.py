@@ -28,7 +28,7 @@ from labkit.configs import (
     model_config,
 )
 from labkit.device import Device
-from labkit.experiments.sections import run_section, section
+from labkit.experiments.sections import Plan, run_section, section
 from labkit.experiments.step import Step, open_step, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.models.transformer import TransformerLM, language_model_loss
@@ -74,14 +74,16 @@ the addition.
 
 NORM_VARIANTS = (
     ("fp32", "fp32"),
-    *itertools.product(("fp16",), ("fp16", "fp32", "library")),
-    *itertools.product(("bf16",), ("bf16", "fp32", "library")),
+    *(
+        (dtype, statistics)
+        for dtype in ("fp16", "bf16")
+        for statistics in (dtype, "fp32", "library")
+    ),
 )
 """(dtype of input and output, dtype of the statistics). library: PyTorch's own function, which
 chooses.
 """
 
-OPERATOR_PHASES = ("forward", "backward", "optimizer_step")
 OPERATOR_PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
 
 NUM_LOOKS = 10
@@ -94,14 +96,13 @@ LAST_STEPS = 0.1
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = MIXED_PRECISION[profile]
-    limit = grid.case_timeout_s
-    planned = []
+    plan = Plan(grid)
     for method, accumulator, term, cast in SERIES:
         parameters = {"method": method, "accumulator": accumulator, "term": term, "cast": cast}
         parameters["num_terms"] = NUM_TERMS
-        planned.append(Case("accumulation", parameters, ("sum",), limit))
+        plan.add("accumulation", parameters, "sum")
     for model, dtype in itertools.product(("toy", grid.transformer), ("fp16", "bf16")):
-        planned.append(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit))
+        plan.add("dtypes", {"model": model, "autocast": dtype}, "read")
     rows, features = grid.norm_shape
     for norm, setting, (dtype, statistics_name), scale in itertools.product(
         NORMS, NORM_SETTINGS, NORM_VARIANTS, grid.norm_scales
@@ -115,17 +116,15 @@ def cases(profile: str, device_kind: str) -> list[Case]:
             "rows": rows,
             "features": features,
         }
-        planned.append(Case("normalisation", parameters, ("error",), limit))
+        plan.add("normalisation", parameters, "error")
     for step in itertools.product(grid.sizes, grid.contexts, MIXED_PRECISIONS):
-        parameters = step_parameters(*step)
-        planned.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
+        plan.add("steps", step_parameters(*step), *MIXED_PHASES)
     for size, precision in itertools.product(grid.operator_sizes, OPERATOR_PRECISIONS):
         parameters = step_parameters(size, grid.operator_context, precision)
-        planned.append(Case("operators", parameters, OPERATOR_PHASES, limit))
+        plan.add("operators", parameters, "forward", "backward", "optimizer_step")
     for precision in grid.trainings:
-        parameters = {"precision": precision, **grid.task}
-        planned.append(Case("training", parameters, ("training",), limit))
-    return planned
+        plan.add("training", {"precision": precision, **grid.task}, "training")
+    return plan
 
 
 # ---- sums and normalisations --------------------------------------------------------------------
@@ -201,7 +200,7 @@ def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
         raise Skip(f"the input itself overflows {parameters['input']}")
     exact, exact_square = normalise(x.double(), norm, epsilon, torch.float64)
     x = x.to(device.kind)
-    metrics: dict = {}
+    metrics = {}
     if statistics == "library":
         function = F.layer_norm if norm == "layer_norm" else F.rms_norm
         result = function(x, shape[-1:], eps=epsilon).cpu()
@@ -236,13 +235,13 @@ def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
     parameters = case.parameters
     if parameters["model"] == "toy":
         # The small model whose dtypes are published.
-        layers = {
-            "fc1": nn.Linear(8, 10, bias=False),
-            "relu": nn.ReLU(),
-            "layer_norm": nn.LayerNorm(10),
-            "fc2": nn.Linear(10, 5, bias=False),
-        }
-        model = nn.Sequential(OrderedDict(layers)).to(device.kind)
+        layers = OrderedDict(
+            fc1=nn.Linear(8, 10, bias=False),
+            relu=nn.ReLU(),
+            layer_norm=nn.LayerNorm(10),
+            fc2=nn.Linear(10, 5, bias=False),
+        )
+        model = nn.Sequential(layers).to(device.kind)
         inputs = torch.randn(16, 8, device=device.kind)
         targets = torch.arange(16, device=device.kind) % 5
     else:
@@ -307,7 +306,7 @@ class OperatorCounter(TorchDispatchMode):
 def _measure_operators(step: Step, case: Case, phase: str) -> Measured:
     """Returns the operators of a part of a training step, after one that warms up."""
     step.train_step()
-    counters: dict[str, OperatorCounter] = defaultdict(OperatorCounter)
+    counters = defaultdict(OperatorCounter)
     step.run("train_step", counters.__getitem__)
     counts = counters[phase.removesuffix("_step")].counts
     return Measured(counts, step.described())

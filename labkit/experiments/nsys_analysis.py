@@ -41,6 +41,11 @@ STEP_PHASES = ("inference", "forward", "backward", "optimizer")
 KERNEL_KINDS = ("kernel", "operator")
 """Kinds of launches whose time is kernel time: no copies by the copy engine, no memsets."""
 
+TIMELINES = {
+    (*map(str, shape), "train_step") for grid in NSYS_ANALYSIS.values() for shape in grid.timelines
+}
+"""The words of the steps that are kept launch by launch."""
+
 KEPT_KERNELS = 20
 """Kernels with most time that a record keeps of each phase."""
 
@@ -60,14 +65,19 @@ class ProfiledCase(Case):
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = NSYS_ANALYSIS[profile]
-    planned: list[Case] = []
+    planned = []
 
     def add(section: str, group: list[tuple[str, ...]], *phases: str) -> None:
         together = tuple((*shape, phase) for shape in group for phase in phases)
-        options = {"stop_at_failure": True, "together": together}
         for shape in group:
-            parameters = parameters_of(*shape)
-            case = ProfiledCase(section, parameters, phases, grid.case_timeout_s, **options)
+            case = ProfiledCase(
+                section,
+                parameters_of(*shape),
+                phases,
+                grid.case_timeout_s,
+                stop_at_failure=True,
+                together=together,
+            )
             planned.append(case)
 
     for size in grid.sizes:
@@ -85,21 +95,13 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     return planned
 
 
-def is_timeline(parameters: dict) -> bool:
-    """Returns whether a case's training step is kept launch by launch."""
-    kept = [shape for grid in NSYS_ANALYSIS.values() for shape in grid.timelines]
-    return words_of(parameters) in [tuple(map(str, shape)) for shape in kept]
-
-
 def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
     """Returns what the capture of a phase gave."""
     nsys = Nsys.usable() if device.kind == "cuda" else None
     return _from_capture(nsys, device, case, phase)
 
 
-run_case = functools.partial(
-    run_section, {"profiles": section(_measure), "course": section(_measure)}
-)
+run_case = functools.partial(run_section, dict.fromkeys(("profiles", "course"), section(_measure)))
 
 
 _captured: dict[tuple[str, ...], Measured | Exception] = {}
@@ -152,6 +154,7 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
     outermost = [path[0] if path else profiling.OUTSIDE for path in table["path"]]
     rows_of = dict(iter(table.groupby(outermost)))
     spans = trace.ranges.sort_values("start_ns").set_index("name")
+    lasted_ms = (spans["end_ns"] - spans["start_ns"]) / 1e6
     results = {}
     for name in spans.index[spans.index.str.startswith("step 1 ")]:
         words = tuple(name.split()[2:])
@@ -163,15 +166,13 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
         inner = spans[spans.index.isin(STEP_PHASES) & spans["start_ns"].between(begin, end)]
         metrics, tables = _step_tables(rows_of[marked_name], rows_of[name])
         metrics["issued_ms"] = (inner["end_ns"].max() - begin) / 1e6
-        metrics["done_ms"] = (end - begin) / 1e6
-        marked_span = spans.loc[marked_name]
-        metrics["done_with_ranges_ms"] = (marked_span["end_ns"] - marked_span["start_ns"]) / 1e6
-        parameters = parameters_of(*words[:-1])
-        if is_timeline(parameters) and words[-1] == "train_step":
+        metrics["done_ms"] = lasted_ms[name]
+        metrics["done_with_ranges_ms"] = lasted_ms[marked_name]
+        if words in TIMELINES:
             tables["timeline"] = _timeline(rows_of[marked_name])
         observed = {"tables": tables, "profiler": trace.source, "profiler_version": trace.version}
         timer = {"method": trace.source, "num_warmup": NUM_WARMUP}
-        results[words] = Measured(metrics, parameters, observed, timer=timer)
+        results[words] = Measured(metrics, parameters_of(*words[:-1]), observed, timer=timer)
     return results
 
 

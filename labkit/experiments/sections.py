@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from labkit import numerics
+from labkit.configs import Grid
 from labkit.device import Device, detect
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure import host
@@ -34,7 +35,20 @@ power limit so soon: its windows only show that they can be had.
 """
 
 
-def section(measure: Callable[..., Measured], live: Callable | None = None) -> Runner:
+class Plan(list[Case]):
+    """The cases of a chapter, within the limits of its grid."""
+
+    def __init__(self, grid: Grid, cases: Iterable[Case] = ()):
+        super().__init__(cases)
+        self.limits = {"timeout_s": grid.case_timeout_s, "time_limit_s": grid.time_limit_s}
+
+    def add(self, section: str, parameters: dict, *phases: str, **options: Any) -> None:
+        self.append(Case(section, parameters, phases, **self.limits | options))
+
+
+def section(
+    measure: Callable[..., Measured], live: Callable | None = None, *, is_rated: bool = False
+) -> Runner:
     """Returns the usual runner: `measure` gets (live object, case, phase), and returns the phase's
     measurement.
 
@@ -205,11 +219,6 @@ def memory_bytes(device: Device) -> int:
     if device.kind == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes of the storages behind `tensors`, each storage as often as it comes."""
-    return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
 def empty_cache() -> None:
