@@ -63,7 +63,7 @@ def times_table(frame):
 
 
 def times_figure(frame):
-    figure, (axis,) = figures.panels(1, height=2.6)
+    figure, axis = figures.panel(height=2.6)
     for number, (method, rows) in enumerate(frame.groupby("method")):
         style = figures.Style(figures.SERIES[number])
         figures.line_with_band(axis, rows, "length", label=method, style=style)

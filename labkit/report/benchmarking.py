@@ -58,8 +58,8 @@ def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
     if rows.empty:
         return None
     shown = [precision for precision in ("fp32", "bf16") if precision in set(rows["precision"])]
-    figure, axes = figures.panels(len(shown), height=2.8)
-    for axis, precision in zip(axes, shown, strict=True):
+    figure, axes = figures.panels(shown, height=2.8)
+    for axis, precision in axes:
         cells = in_order(select(rows, precision=precision), ["size"])
         table = cells.pivot_table("idle_fraction", "size", "context", sort=False).sort_index(axis=1)
         look = {"cmap": "cividis_r", "vmin": 0, "vmax": 1, "cbar": False}
@@ -102,7 +102,7 @@ def repeats(differences: pd.DataFrame) -> Figure:
     """Draws how far each row of another session lies from the first, a dot a row, by kind of
     time.
     """
-    figure, (axis,) = figures.panels(1, height=2.6)
+    figure, axis = figures.panel(height=2.6)
     for place, kind in enumerate(sessions.LIMITS):
         values = select(differences, kind=kind)["difference"].clip(lower=1e-3).sort_values()
         # Around their row, so that few cover one another; the same records, the same picture.

@@ -191,7 +191,7 @@ def ladder(chapters: Chapters) -> Figure | None:
     roof = only(ceilings, kind="gemm", precision="bf16") or {}
     roof_tflops = roof.get("sustained_tflops")
     steps = usable(_steps(chapters), "median_ms")
-    figure, (axis,) = figures.panels(1, height=3.6)
+    figure, axis = figures.panel(height=3.6)
     for size in LADDER_SIZES:
         rungs = [only(steps, size=size, **rung) for rung in LADDER.values()]
         times = {place: row["median_ms"] for place, row in enumerate(rungs) if row}

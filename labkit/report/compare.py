@@ -318,7 +318,7 @@ def figure(comparison: Comparison, chapter: str) -> Figure:
     rows = select(comparison.common, chapter=chapter)
     groups = rows.groupby(rows["section"] + ", " + rows["kind"], sort=False)["ratio"]
     names, ratios = zip(*groups, strict=True)
-    drawn, (axis,) = figures.panels(1, height=0.9 + 0.32 * len(names))
+    drawn, axis = figures.panel(height=0.9 + 0.32 * len(names))
     axis.boxplot(ratios, orientation="horizontal", tick_labels=names, flierprops={"markersize": 3})
     axis.set_xscale("log")
     axis.invert_yaxis()

@@ -60,7 +60,7 @@ def collectives_figure(rows: pd.DataFrame) -> Figure:
     is no other.
     """
     of_gpus = select(rows, transport=["nccl", "ctas_4", "copy"])
-    figure, (axis,) = figures.panels(1, height=2.6)
+    figure, axis = figures.panel(height=2.6)
     sns.lineplot(
         rows if of_gpus.empty else of_gpus,
         x="num_bytes",
@@ -90,9 +90,8 @@ def steps_figure(rows: pd.DataFrame) -> Figure:
     """Draws the step of every way, median with p20 and p80, a panel a model, no bar where one does
     not have it; the line is a rank alone.
     """
-    sizes = rows.groupby("size", sort=False)
-    figure, axes = figures.panels(len(sizes), height=3.0)
-    for axis, (size, ways) in zip(axes, sizes, strict=True):
+    figure, axes = figures.panels(rows.groupby("size", sort=False), height=3.0)
+    for axis, (size, ways) in axes:
         ways = ways.set_index("phase").reindex(rows["phase"].unique())
         # NaN at the end would shorten an axis, and the panels share the names of the first.
         median = ways["median_ms"].fillna(0)
@@ -112,15 +111,16 @@ def timeline_figure(rows: pd.DataFrame) -> Figure | None:
     rows = rows[["rank 0 computing_begin_ms" in samples for samples in rows["samples"]]]
     if rows.empty:
         return None
-    figure, axes = figures.panels(len(rows), height=1.4, num_columns=1)
-    for axis, way, samples in zip(axes, rows["phase"], rows["samples"], strict=True):
+    ways = zip(rows["phase"], rows["samples"], strict=True)
+    figure, axes = figures.panels(ways, height=1.4, num_columns=1)
+    for axis, (way, samples) in axes:
         for rank, (lane, colour) in itertools.product((0, 1), LANES.items()):
             name = f"rank {rank} {lane}"
             begins = pd.Series(samples[f"{name}_begin_ms"])
             ends = pd.Series(samples[f"{name}_end_ms"])
             axis.barh(name, ends - begins, left=begins, color=colour, linewidth=0)
         axis.set(title=way, xlabel="time in the profile (ms)")
-        axis.sharex(axes[0])
+        axis.sharex(figure.axes[0])
         axis.invert_yaxis()
         axis.label_outer()
     return figure

@@ -4,7 +4,7 @@ of memory.
 
 import io
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
@@ -99,22 +99,32 @@ mpl.rcParams |= {
 }
 
 
-def panels(num_panels: int, height: float, num_columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """Returns a figure, 640 px wide, of `num_panels` axes in rows of `num_columns`, and the axes.
+def panels(
+    shown: Iterable, height: float, num_columns: int = 2
+) -> tuple[Figure, list[tuple[Axes, Any]]]:
+    """Returns a figure, 640 px wide, with a panel for each thing `shown` in rows of `num_columns`,
+    and the axes, each with its thing.
 
     `height`: of a row, in inches.
     """
-    num_columns = min(num_columns, num_panels)
-    num_rows = -(-num_panels // num_columns)
+    shown = list(shown)
+    num_columns = min(num_columns, len(shown))
+    num_rows = -(-len(shown) // num_columns)
     figure = Figure(figsize=(6.4, height * num_rows), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
-    for unused in axes[num_panels:]:
+    for unused in axes[len(shown) :]:
         unused.remove()
-    for axis in axes[:num_panels]:
+    for axis in figure.axes:
         for spine in axis.spines.values():
             # It lies on the edge of the axes, which is laid out; asking each is slow.
             spine.set_in_layout(False)
-    return figure, axes[:num_panels]
+    return figure, list(zip(figure.axes, shown, strict=True))
+
+
+def panel(height: float) -> tuple[Figure, Axes]:
+    """Returns a figure of one panel, and its axes."""
+    figure, ((axis, _),) = panels([""], height)
+    return figure, axis
 
 
 def length_axis(axis: Axes, lengths: Iterable[int]) -> None:
@@ -195,16 +205,16 @@ def over_length(
     if usable(rows, value).empty:
         return None
     titles = rows[panel].unique()
-    figure, axes = panels(len(titles), height=3.2)
-    for axis, title in zip(axes, titles, strict=True):
+    figure, axes = panels(titles, height=3.2)
+    for axis, title in axes:
         for impl, name in names.items():
             line = select(rows, **{panel: title}, impl=name)
             style = STYLES.get(impl, OWN_STYLE)
             if len(line):
                 line_with_band(axis, line, "length", label=name, style=style, y=value)
         axis.set_title(title)
-        if axis is not axes[0]:
-            axis.sharey(axes[0])
+        if axis is not figure.axes[0]:
+            axis.sharey(figure.axes[0])
         if limit:
             axis.axhline(limit, color="black", linewidth=1, linestyle=":")
         length_axis(axis, rows["length"])
@@ -225,9 +235,9 @@ def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str
     """
     titles = rows[panel].unique() if panel else [""]
     bars = rows[bar].unique()
-    figure, axes = panels(len(titles), height=max(2.3, 0.8 + 0.3 * len(bars)))
+    figure, axes = panels(titles, height=max(2.3, 0.8 + 0.3 * len(bars)))
     thin = 0.001 * rows.filter(like=suffix).max().max()
-    for axis, title in zip(axes, titles, strict=True):
+    for axis, title in axes:
         shown = select(rows, **{panel: title}) if panel else rows
         shown = shown.set_index(bar).reindex(bars)
         left = pd.Series(0.0, index=bars)

@@ -83,9 +83,9 @@ def rates(rivals: pd.DataFrame) -> Figure | None:
     impls = [impl for impl, name in IMPLS.items() if name in set(rows["impl"])]
     labels = {"sustained_tflops": "TFLOP/s", "tflop_per_joule": "TFLOP/J"}
     values = [value for value in labels if value in rows]
-    figure, axes = figures.panels(2 * len(values), height=3.2)
     shown = itertools.product(values, ("forward", "backward"))
-    for axis, (value, direction) in zip(axes, shown, strict=True):
+    figure, axes = figures.panels(shown, height=3.2)
+    for axis, (value, direction) in axes:
         for place, impl in enumerate(impls):
             line = select(rows, impl=IMPLS[impl], direction=direction)
             heights = [shapes.index(shape) + 0.2 * (place - 1.5) for shape in line["shape"]]

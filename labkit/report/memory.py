@@ -43,17 +43,17 @@ def planned(chapter: Chapter) -> pd.DataFrame:
 
 def planned_figure(errors: pd.DataFrame) -> Figure:
     """Draws by how much planned memory and time are off, over what was measured."""
-    figure, axes = figures.panels(errors["what"].nunique(), height=2.6)
-    for axis, (what, rows) in zip(axes, errors.groupby("what"), strict=True):
+    figure, axes = figures.panels(errors.groupby("what"), height=2.6)
+    for axis, (what, rows) in axes:
         look = {"hue": "way", "style": "way", "hue_order": STEP_WAYS, "style_order": STEP_WAYS}
-        legend = axis is axes[-1]
+        legend = axis is figure.axes[-1]
         sns.scatterplot(rows, x="measured", y="error", ax=axis, legend=legend, **look)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:,g}")
         axis.yaxis.set_major_formatter(PercentFormatter(1))
         axis.set(xlabel=f"measured {what} ({PLANNED[what]})", ylabel="planned is off by")
-    sns.move_legend(axes[-1], "upper left", bbox_to_anchor=(1, 1))
+    sns.move_legend(figure.axes[-1], "upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
@@ -89,7 +89,7 @@ def parts_figure(
     rows = parts(peaks, precisions, plans)
     if rows.empty:
         return None
-    figure, (axis,) = figures.panels(1, height=3.2)
+    figure, axis = figures.panel(height=3.2)
     rows.plot.bar(
         ax=axis,
         stacked=True,
@@ -125,7 +125,7 @@ def timeline_figure(timelines: pd.DataFrame) -> Figure | None:
     if rows.empty:
         return None
     (row,) = rows.to_dict("records")
-    figure, (axis,) = figures.panels(1, height=3.0)
+    figure, axis = figures.panel(height=3.0)
     samples = row["samples"]
     layers = {name: samples[f"{name}_mib"] for name in CATEGORIES if samples.get(f"{name}_mib")}
     gib = pd.DataFrame(layers, samples["event"]) / 1024

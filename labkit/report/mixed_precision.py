@@ -25,7 +25,7 @@ def sums_figure(accumulation: pd.DataFrame) -> Figure:
     and accumulator.
     """
     rows = ok_rows(accumulation, method="sequential")
-    figure, (axis,) = figures.panels(1, height=3.0)
+    figure, axis = figures.panel(height=3.0)
     for row in rows.drop_duplicates(["accumulator", "term"]).to_dict("records"):
         trace = np.array(row["samples"]["running_sum"])
         terms = np.arange(1, len(trace) + 1) * row["observed"]["trace_every"]
@@ -90,9 +90,9 @@ def norms_figure(records: pd.DataFrame) -> Figure:
     range ends (small ε).
     """
     rows = norm_costs(records)
-    figure, axes = figures.panels(2, height=2.9)
     shown = {"layer_norm": "offset", "rms_norm": "small epsilon"}
-    for axis, (norm, setting) in zip(axes, shown.items(), strict=True):
+    figure, axes = figures.panels(shown.items(), height=2.9)
+    for axis, (norm, setting) in axes:
         ordered = select(rows, norm=norm, setting=setting).sort_values("scale")
         lines = ordered[ordered["statistics"] != "library"].groupby(
             ["input", "statistics"], sort=False
@@ -127,7 +127,7 @@ def overflow(records: pd.DataFrame) -> pd.DataFrame:
 def training_figure(training: pd.DataFrame) -> Figure:
     """Draws the loss over the steps by precision."""
     rows = ok_rows(training)
-    figure, (axis,) = figures.panels(1, height=3.0)
+    figure, axis = figures.panel(height=3.0)
     for precision, name in NAMES.items():
         for samples in select(rows, precision=precision)["samples"]:
             loss = pd.Series(samples["loss"], dtype=float)

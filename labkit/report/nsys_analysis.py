@@ -106,8 +106,8 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     blocks = launches[launches["block"] >= 0]
     middle = blocks["block"].max() // 2
     closer = select(blocks, phase="forward", block=middle)
-    figure, axes = figures.panels(2, height=1.4, num_columns=1)
-    for axis, shown in zip(axes, (launches, closer), strict=True):
+    figure, axes = figures.panels((launches, closer), height=1.4, num_columns=1)
+    for axis, shown in axes:
         for place, rows in shown.groupby("kernel_class"):
             name = table["class_names"][place]
             spans = rows[["start_ms", "duration_ms"]].to_numpy()
@@ -121,15 +121,16 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
             )
         axis.set_xlabel("time on the device, profiled (ms)")
         axis.grid(visible=False)
+    above, below = figure.axes
     for height, rows, column in ((1, launches, "phase"), (2, blocks, "block")):
         spans = rows.groupby(["phase", column], sort=False)
         start = spans["start_ms"].min()
         width = spans["end_ms"].max() - start
-        bars = axes[0].barh(height, width, 0.8, start, color="0.85", edgecolor="white")
+        bars = above.barh(height, width, 0.8, start, color="0.85", edgecolor="white")
         labels = start.index.get_level_values(1)
-        axes[0].bar_label(bars, labels, label_type="center", fontsize=8)
-    axes[0].set_yticks([0, 1, 2], ["kernels", "phase", "block"])
-    axes[0].invert_yaxis()
-    axes[1].set_yticks([0], [f"block {middle}"])
+        above.bar_label(bars, labels, label_type="center", fontsize=8)
+    above.set_yticks([0, 1, 2], ["kernels", "phase", "block"])
+    above.invert_yaxis()
+    below.set_yticks([0], [f"block {middle}"])
     figures.finish(figure)
     return figure

@@ -58,7 +58,7 @@ def waterfall(rows: pd.DataFrame) -> Figure | None:
     steps = [row for row in (only(rows, way=way) for way in ways) if row]
     if not steps:
         return None
-    figure, (axis,) = figures.panels(1, height=3.0)
+    figure, axis = figures.panel(height=3.0)
     before: Row = {}
     for row in steps:
         way = row["way"]
