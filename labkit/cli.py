@@ -30,7 +30,6 @@ from labkit.configs import (
 )
 
 if TYPE_CHECKING:
-    from labkit.device import Device
     from labkit.experiments.sweep import Session
     from labkit.report.chapter import Chapters
 
@@ -227,7 +226,8 @@ def run(
                 file=sys.stderr,
             )
             sys.exit(INTERRUPTED)
-        _write_report(device, output, folders, start, dict.fromkeys(names, own) if own else {})
+        joined = {name: {"own": own} for name in names if own}
+        _write_report(device.slug, output, folders, start, joined)
 
 
 def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[str, ...]]) -> None:
@@ -261,11 +261,11 @@ def _print_plan(profile: str, sessions: Sequence["Session"], planned: set[tuple[
 
 
 def _write_report(
-    device: "Device",
+    device: str,
     output: Path | None,
     folders: Mapping[str, Path],
     start: float,
-    own: Mapping[str, str],
+    own: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Says what was measured, then executes the notebooks, writes the report and says what came
     out.
@@ -280,9 +280,9 @@ def _write_report(
         print(f"{name}: {card.status_counts(measured[name]) or 'no records'}")
     for sentence in disturbed_note([*itertools.chain(*measured.values())]):
         print(sentence)
-    written = render.rebuild(device.slug, output=output, html=True, by_papermill=True, own=own)
+    written = render.rebuild(device, output=output, html=True, by_papermill=True, own=own)
     print(f"{(time.monotonic() - start) / 60:.1f} minutes")
-    for line in card.lines(render.chapters_of(device.slug, output)):
+    for line in card.lines(render.chapters_of(device, output)):
         print(line)
     print(f"Report: {written[0]} and, to open in a browser, {written[-1]}")
 

@@ -53,11 +53,17 @@ def open_chapter(
 
         label = own_entrant(notebook, own)[1].label
     if measure:
-        settings = {"device": device, "profile": profile, "output": output, "fresh": fresh}
-        session = Session(notebook, **settings, options=options)
+        settings = {
+            "device": device,
+            "profile": profile,
+            "output": output,
+            "fresh": fresh,
+            "options": options,
+        }
+        session = Session(notebook, **settings)
         session.run()
         if own:
-            OwnSession(notebook, own, **settings, options=options).run()
+            OwnSession(notebook, own, **settings).run()
         device = session.device.slug
     else:
         device = slug_of(device)

@@ -5,7 +5,7 @@ it was made.
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from labkit import notebooks
 from labkit.configs import FIGURES, IS_CLONE, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.records import (
     check,
-    folder_of,
     measured_devices,
     read_done,
     read_environment,
@@ -38,7 +37,7 @@ def rebuild(
     html: bool = False,
     save_notebooks: bool = False,
     by_papermill: bool = False,
-    own: Mapping[str, str] | None = None,
+    own: Mapping[str, Mapping[str, str]] = {},
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
@@ -53,7 +52,7 @@ def rebuild(
             only).
         by_papermill: execute the notebooks in kernels of their own, several at a time, as `labkit
             run` does; otherwise in this process.
-        own: the function of the user's that joins a notebook, by notebook.
+        own: parameters of one notebook alone, by notebook, as for a function of the user's.
 
     Raises:
         RequestError: nothing has been measured on `device`, or `save_notebooks` is not for the
@@ -70,7 +69,7 @@ def rebuild(
         )
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     if by_papermill:
-        executed = _execute_all(list(chapters), values, own=own)
+        executed = _execute_all({name: values | own.get(name, {}) for name in chapters})
     else:
         executed = {name: notebooks.show(name, values) for name in chapters}
     for notebook in executed.values():
@@ -79,20 +78,21 @@ def rebuild(
                 # What is printed is no result.
                 cell.outputs = [one for one in cell.outputs if one.output_type != "stream"]
     if save_notebooks:
-        for name, notebook in _execute_all(notebooks.names(), {}, lessons=True).items():
+        whole = _execute_all({name: {} for name in notebooks.names()}, lessons=True)
+        for name, notebook in whole.items():
             _save_outputs(name, notebook, notebooks.path(name))
     # The executed notebooks of the reference device are a clone's, in notebooks/.
     is_committed = IS_CLONE and device == REFERENCE_DEVICE
     if not is_committed:
         for name, notebook in executed.items():
-            _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
+            _save_outputs(name, notebook, chapters[name].folder / f"{name}.ipynb")
     text = _report(chapters, executed, folder)
     # Paths are those of a notebook until it is known where the text is written.
     device_page = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
-    for name in chapters:
+    for name, chapter in chapters.items():
         place = "../../notebooks"
         if not is_committed:
-            place = os.path.relpath(folder_of(root, device, name), folder)
+            place = os.path.relpath(chapter.folder, folder)
         device_page = device_page.replace(f"../notebooks/{name}.ipynb", f"{place}/{name}.ipynb")
     folder.mkdir(exist_ok=True)  # where all chapters are of several GPUs, it is new
     written = [write_text_atomic(folder / "report.md", device_page)]
@@ -153,22 +153,14 @@ def devices_summary(root: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _execute_all(
-    names: Sequence[str],
-    values: Mapping[str, Any],
-    *,
-    lessons: bool = False,
-    own: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Executes notebooks in kernels, several at a time; raises NotebookError for the first that
-    failed.
+def _execute_all(values: Mapping[str, Mapping], lessons: bool = False) -> dict[str, Any]:
+    """Executes notebooks in kernels, several at a time, each with its values; raises NotebookError
+    for the first that failed.
     """
+    execute = functools.partial(notebooks.execute, lessons=lessons)
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
         # Where one raises, `map` cancels those that have not begun.
-        own = own or {}
-        given = ({**values, "own": own[name]} if name in own else values for name in names)
-        executed = pool.map(functools.partial(notebooks.execute, lessons=lessons), names, given)
-        return dict(zip(names, executed, strict=True))
+        return dict(zip(values, pool.map(execute, values, values.values()), strict=True))
 
 
 def _unfinished(chapters: Chapters) -> list[str]:
