@@ -89,8 +89,8 @@ def _values(row: Row) -> dict[str, str]:
 
 
 def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Row]:
-    """Returns the rows that the reports read, with their case and measurement_version, by chapter,
-    section, case and phase; a ceiling of chapter 01's alone.
+    """Returns the rows that the reports read, with their measurement_version, by chapter, section,
+    case and phase; a ceiling of chapter 01's alone.
     """
     measurements = {}
     for name, chapter in chapters.items():
@@ -105,7 +105,6 @@ def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Row]:
             case = json.dumps(record.case, sort_keys=True)
             measurements[name, record.section, case, record.phase] = row | {
                 "measurement_version": record.measurement_version,
-                "case": record.case,
                 "values": _values(row),
             }
     return measurements
@@ -157,10 +156,17 @@ def _ratios(base: Row, other: Row) -> list[dict]:
         other_value = other["values"].get(kind)
         if other_value:
             ratio = verdicts.ratio(base, other, value, other_value)
-            row = {"kind": kind, "base": base[value], "other": other[other_value]}
-            row |= {"ratio": ratio.mid, "low": ratio.low, "high": ratio.high}
-            marked = mark(base, value) or mark(other, other_value)
-            rows.append(row | {"verdict": ratio.verdict, "mark": marked})
+            row = {
+                "kind": kind,
+                "base": base[value],
+                "other": other[other_value],
+                "ratio": ratio.mid,
+                "low": ratio.low,
+                "high": ratio.high,
+                "verdict": ratio.verdict,
+                "mark": mark(base, value) or mark(other, other_value),
+            }
+            rows.append(row)
     return rows
 
 
@@ -192,14 +198,14 @@ class Comparison:
         common = []
         apart = []
         for key in dict.fromkeys([*ours, *theirs]):
-            chapter, section, _, phase = key
+            chapter, section, case, phase = key
             pair = (ours.get(key), theirs.get(key))
-            rows = dict(zip(names, pair, strict=True))
-            measured = [name for name, row in rows.items() if row and row["status"] == "ok"]
+            sides = zip(names, pair, strict=True)
+            measured = [name for name, row in sides if row and row["status"] == "ok"]
             if not measured:
                 continue
-            case = rows[measured[0]]["case"]
-            words = case_name(dict(sorted(case.items(), key=lambda item: item[0] != "size")))
+            items = json.loads(case).items()
+            words = case_name(dict(sorted(items, key=lambda item: item[0] != "size")))
             head = {"chapter": chapter, "section": section, "case": words, "phase": phase}
             why = _hindrance(*pair)
             if why:
@@ -272,8 +278,9 @@ def by_chapter(comparison: Comparison) -> pd.DataFrame:
             "rows": len(rows),
             "median": times(rows["ratio"].median()),
             "least to most": span(rows["ratio"].min(), rows["ratio"].max()),
+            "verdicts": ", ".join(_tally(rows)),
         }
-        lines.append(line | {"verdicts": ", ".join(_tally(rows))})
+        lines.append(line)
     return pd.DataFrame(lines)
 
 

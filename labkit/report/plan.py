@@ -31,7 +31,7 @@ from labkit.device import Datasheet, datasheet, slug_of
 from labkit.records import measured_devices
 from labkit.report.chapter import Chapter, Chapters
 from labkit.report.facts import spread
-from labkit.report.frame import ok_rows, select, usable
+from labkit.report.frame import Row, ok_rows, select, usable
 from labkit.report.text import gib, number, percent
 
 MIB = 2**20
@@ -221,7 +221,7 @@ def memory(setting: Setting) -> dict[str, float]:
     return parts | {"in all": sum(parts.values())}
 
 
-def too_large(case: Mapping[str, Any], phases: Sequence[str], limit: float) -> bool:
+def too_large(case: Row, phases: Sequence[str], limit: float) -> bool:
     """Returns whether a case of the chapters holds a training step that needs more than `limit`
     bytes.
     """
@@ -353,21 +353,18 @@ def _steps(
         way = _way(row)
         if not way or row["precision"] not in PRECISIONS:
             continue
-        steps.append(
-            {
-                "setting": _setting(row, way),
-                "size": row["size"],
-                "context": row["context"],
-                "way": way,
-                "case": f"{row['size']}, {row['context']:,}, {row['precision']}",
-                "device": chapter.device,
-                "measured": row[value],
-            }
-        )
+        step = {
+            "setting": _setting(row, way),
+            "way": way,
+            "case": f"{row['size']}, {row['context']:,}, {row['precision']}",
+            "device": chapter.device,
+            "measured": row[value],
+        }
+        steps.append(row | step)
     return steps
 
 
-def _setting(case: Mapping[str, Any], way: str = "eager") -> Setting:
+def _setting(case: Row, way: str = "eager") -> Setting:
     """Returns the step of a case of the chapters."""
     is_eager = case.get("attention", "eager") in ("eager", "course")
     return Setting(
@@ -381,7 +378,7 @@ def _setting(case: Mapping[str, Any], way: str = "eager") -> Setting:
     )
 
 
-def _way(row: Mapping[str, Any]) -> str:
+def _way(row: Row) -> str:
     """Returns one of STEP_WAYS, "" for what none plans."""
     if row.get("impl") == "fused":
         return "ours"

@@ -124,19 +124,17 @@ def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     for chapter, records in chapters.items():
         for session in dict.fromkeys(record.session for record in records):
             same = [record for record in records if record.session == session]
+            probes = [
+                f"{one.phase.replace('_', ' ')} {number(1e3 * one.metrics['median_ms'])} µs"
+                for one in same
+                if one.section == HOST_SECTION and one.metrics
+            ]
             row = {
                 "chapter": chapter,
                 "session": session,
                 "commit": same[0].source.get("commit", "")[:8],
                 "records": len(same),
-                "host": ", ".join(filter(None, map(_probe, same))) or "not measured",
+                "host": ", ".join(probes) or "not measured",
             }
             rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _probe(record: Record) -> str:
-    """Returns "operator 4.1 µs" of a measured record of section "host", else ""."""
-    if record.section != HOST_SECTION or not record.metrics:
-        return ""
-    return f"{record.phase.replace('_', ' ')} {number(1e3 * record.metrics['median_ms'])} µs"
