@@ -170,7 +170,7 @@ def line_with_band(
     """Draws `y` over x, the median with its p20–p80 band; x values that ran out of memory become
     crosses at the top.
     """
-    measured = rows[(rows["status"] == "ok") & rows[y].notna()].sort_values(x, kind="stable")
+    measured = usable(rows, y).sort_values(x, kind="stable")
     if len(measured):
         axis.plot(
             measured[x],
@@ -245,7 +245,7 @@ def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str
             widths = shown.get(f"{kind}{suffix}", left * 0).fillna(0.0)
             if widths.sum() > thin:
                 axis.barh(
-                    range(len(bars)),
+                    bars,
                     widths,
                     left=left,
                     label=kind,
@@ -255,7 +255,6 @@ def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str
                     edgecolor="white",
                 )
                 left += widths
-        axis.set_yticks(range(len(bars)), bars)
         axis.set(title=title if isinstance(title, str) else f"{panel} {title:,}", xlabel=label)
         axis.invert_yaxis()
         axis.grid(visible=False, axis="y")

@@ -97,10 +97,9 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     if row is None:
         return None
     table = row["observed"]["tables"]["timeline"]
-    columns = ["start_us", "duration_us", "kernel_class", "phase", "block"]
-    launches = pd.DataFrame({name: table[name] for name in columns})
-    launches["start_ms"] = launches["start_us"] / 1e3
-    launches["duration_ms"] = launches["duration_us"] / 1e3
+    launches = pd.DataFrame({name: table[name] for name in ("kernel_class", "phase", "block")})
+    launches["start_ms"] = pd.Series(table["start_us"]) / 1e3
+    launches["duration_ms"] = pd.Series(table["duration_us"]) / 1e3
     launches["end_ms"] = launches["start_ms"] + launches["duration_ms"]
     launches["phase"] = launches["phase"].map(dict(enumerate(table["phase_names"])))
     blocks = launches[launches["block"] >= 0]
