@@ -49,7 +49,7 @@ class Drawn(NamedTuple):
     def __repr__(self) -> str:
         return self.caption
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(self, **_):
         return self.image, self.metadata
 
 

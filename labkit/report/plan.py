@@ -425,7 +425,7 @@ def memory_errors(devices: Iterable[Chapters]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=ERROR)
 
 
-def fitted(measured: pd.DataFrame, way: str = "eager") -> dict[str, float]:
+def fitted(measured: pd.DataFrame, way: str) -> dict[str, float]:
     """Returns coefficients of `terms` for a way, none below 0.
 
     Those of "eager", of which most steps are recorded, have the least squares of relative errors;

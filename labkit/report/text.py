@@ -19,9 +19,9 @@ def number(value: float | int | None, digits: int = 3) -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
-def percent(fraction: float, digits: int = 2) -> str:
+def percent(fraction: float) -> str:
     """Returns a fraction as a percentage: 0.4123 is "41 %"."""
-    return f"{number(100 * fraction, digits).removesuffix('.0')} %"
+    return f"{number(100 * fraction, 2).removesuffix('.0')} %"
 
 
 def gib(value: float | None) -> str:
