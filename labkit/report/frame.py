@@ -83,12 +83,7 @@ def only(frame: pd.DataFrame, **equal: Any) -> Row | None:
     """Returns the one measured row of a case, None where there is none; ValueError where the case
     names several.
     """
-    return _one(ok_rows(frame), **equal)
-
-
-def _one(frame: pd.DataFrame, **equal: Any) -> Row | None:
-    """Returns `only` of a case, measured or not."""
-    rows = select(frame, **equal)
+    rows = ok_rows(frame, **equal)
     if len(rows) > 1:
         differ = [name for name in rows if rows[name].map(str).nunique() > 1]
         raise ValueError(
@@ -161,8 +156,10 @@ def by_way(
     for value in in_order(frame, [index])[index].unique() if len(frame) else ():
         line = {index: size_name(value) if index == "size" else value}
         for name, way in ways.items():
-            row = _one(frame, **{index: value}, **way)
-            line[name] = text(row) if row else "–"
+            rows = select(frame, **{index: value}, **way).to_dict("records")
+            if len(rows) > 1:
+                raise ValueError(f"{name!r} names {len(rows)} rows of {index} {value}")
+            line[name] = text(rows[0]) if rows else "–"
         lines.append(line)
     return pd.DataFrame(lines)
 
