@@ -119,12 +119,12 @@ class GradientBuckets:
         if id(p) not in bucket.waiting_for:
             raise RuntimeError(SECOND_BACKWARD)
         bucket.waiting_for.discard(id(p))
-        if not self._overlap:
-            return
-        for due in self._buckets[self._next :]:
-            if due.waiting_for:
-                return
-            self._send(due)
+        while (
+            self._overlap
+            and self._next < len(self._buckets)
+            and not self._buckets[self._next].waiting_for
+        ):
+            self._send(self._buckets[self._next])
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
