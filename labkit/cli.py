@@ -455,7 +455,9 @@ def plan(
     device: Annotated[
         str, typer.Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
     ] = REFERENCE_DEVICE,
-    price: Annotated[float, typer.Option(min=0, help="Of one GPU's hour, in any currency.")] = 0,
+    price: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Of one GPU's hour, in any currency.")
+    ] = 0,
     d_model: DimensionOption = None,
     d_ff: DimensionOption = None,
     layers: DimensionOption = None,

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -183,10 +182,10 @@ def num_usable_cores() -> int:
 
 
 def has_gpu_driver() -> bool:
-    """Returns False only where torch cannot have a GPU: on Linux without NVIDIA's driver library
-    and AMD's device.
+    """Returns False only where torch cannot have a GPU: without NVIDIA's driver library and AMD's
+    device.
     """
-    if sys.platform != "linux" or os.path.exists("/dev/kfd"):
+    if os.path.exists("/dev/kfd"):
         return True
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -198,9 +197,6 @@ def has_gpu_driver() -> bool:
 @cache
 def cpu_name() -> str:
     """Returns the processor's product name as the operating system gives it."""
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text("utf-8")
         if match := re.search(r"^model name\s*:(.*)$", text, re.MULTILINE):

@@ -32,7 +32,9 @@ would hide others.
 
 def tensor_dtype(precision: str) -> torch.dtype:
     """Returns the dtype of tensors in "fp32", "tf32" (fp32 tensors), "fp16" or "bf16"."""
-    return DTYPES["fp32" if precision == "tf32" else precision]
+    dtypes = {**DTYPES, "tf32": torch.float32}
+    check_known("precision", precision, dtypes)
+    return dtypes[precision]
 
 
 def set_precision(precision: str) -> None:
@@ -44,7 +46,8 @@ def set_precision(precision: str) -> None:
 
 def live_precision(dtype: torch.dtype) -> str:
     """Returns the precision in which PyTorch, as it is set now, multiplies matrices of `dtype`."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() == "high":
+    # "medium" allows TF32 too.
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return dtype_name(dtype)
 

@@ -55,6 +55,11 @@ def test_a_sentence_says_no_more_than_its_fact():
     assert said(slower, ahead="Ahead") == plain
 
 
+def test_a_case_that_ran_out_of_memory_says_so():
+    failed = pair(status="oom")
+    assert said(compare(failed, BASE, OTHER)) == "*Not measured: fp32 (out of memory).*"
+
+
 def test_a_text_has_a_verdict_and_at_most_three_numbers():
     fact = compare(pair(), BASE, OTHER)
     with pytest.raises(ValueError, match="accepted: ahead, level, behind"):

@@ -16,9 +16,6 @@ from processes import holding, is_true_within
 
 from labkit import guard
 
-if sys.platform != "linux":
-    pytest.skip("processes are followed through /proc", allow_module_level=True)
-
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):

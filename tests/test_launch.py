@@ -20,10 +20,6 @@ from labkit.parallel.launch import RankError, launch, lead
 MARK = "LABKIT_TEST_LAUNCH"
 """Environment variable that every process of a test's calls inherits."""
 
-on_linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="processes are followed through /proc"
-)
-
 
 @pytest.fixture
 def left(request, monkeypatch, tmp_path):
@@ -52,7 +48,6 @@ def listening(pids: list[int]) -> set[str]:
     return addresses
 
 
-@on_linux
 def test_ranks_listen_on_the_loopback_interface_alone_and_leave_no_process(left, tmp_path):
     path, results = tmp_path / "seen", []
 
@@ -130,7 +125,6 @@ def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(left):
     assert "rank 0 of 2 failed first" in str(caught.value) and not left()
 
 
-@on_linux
 def test_nodes_share_the_ranks_of_a_launch(monkeypatch, left):
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -17,10 +16,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ALL_TESTS
-
-if not sys.platform.startswith("linux"):
-    pytest.skip("processes are followed through /proc", allow_module_level=True)
-
 from faulty_experiment import MARK, NOTEBOOK, PHASES, make_case, open_session, prepare, start
 from processes import holding, is_true_within
 

@@ -138,6 +138,7 @@ class Batch:
     def __init__(self, device: Device, parameters: dict):
         self.device = device
         self.parameters = parameters
+        check_known("size", parameters["size"], SIGLIP2_SIZES)
         self.config = SIGLIP2_SIZES[parameters["size"]]
         side = self.config.position_side
         self.grids = draw_grids(parameters["workload"], parameters["images"], side)
@@ -361,6 +362,7 @@ def _measure(work: Work, case: Case, phase: str) -> Measured:
         metrics |= rate_metrics(
             device, case.ceilings, times.timing.median_ms, precision, flops=flops
         )
+    if phase in case.sustained:
         metrics |= sustained_metrics(
             device,
             times,

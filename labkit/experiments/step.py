@@ -17,6 +17,7 @@ from labkit.configs import (
     BATCH_SIZE,
     WARMUP_COUNTS,
     WARMUP_MEASURED_STEPS,
+    check_known,
     model_config,
 )
 from labkit.device import Device
@@ -149,6 +150,7 @@ class Step:
     def __init__(self, device: Device, parameters: dict):
         self.device = device
         self.precision = parameters["precision"]
+        check_known("precision", self.precision, RECIPES)
         self.recipe = RECIPES[self.precision]
         config = model_config(parameters["size"])
         config = replace(config, vocab_size=parameters.get("vocab_size", config.vocab_size))
@@ -283,7 +285,7 @@ class Step:
                 autocast=torch.get_autocast_dtype(kind) if enabled else None,
                 parameters=self.model.head.weight.dtype,
                 is_scaled=self.scaler.is_enabled(),
-                is_tf32=torch.get_float32_matmul_precision() == "high",
+                is_tf32=torch.get_float32_matmul_precision() != "highest",
             )
         return {recipe: name for name, recipe in RECIPES.items()}.get(live, str(live))
 

@@ -161,7 +161,6 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
     "DefaultCPUAllocator: can't allocate memory",
 )
 
@@ -229,8 +228,7 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
 
 
 def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
-    """Returns the context that starts workers. On Linux it is a fork server that is loading the
-    experiment.
+    """Returns the context that starts workers, a fork server that is loading the experiment.
 
     Sets how OpenMP waits and how many threads it starts, for this process too if it has not loaded
     torch yet.
@@ -239,8 +237,6 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     # while they wait take the core that the others need, and a step takes a hundred times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", str(num_usable_cores()))
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # PyTorch's default is a folder that another user may have made and filled, and it loads

@@ -9,15 +9,11 @@ import itertools
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from labkit.measure.timing import Timing, synchronize, time_callable
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Triton is on Linux only
-    triton = None
 
 NUM_CALLS = 100
 """Calls per sample, few enough that the device's queue never fills and holds the host up."""
@@ -29,12 +25,10 @@ class _Nothing(torch.autograd.Function):
         return x
 
 
-if triton:
-
-    @triton.jit
-    def _store_zero_kernel(x_ptr, num_elements, BLOCK: tl.constexpr):
-        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(x_ptr + offsets, 0.0, mask=offsets < num_elements)
+@triton.jit
+def _store_zero_kernel(x_ptr, num_elements, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + offsets, 0.0, mask=offsets < num_elements)
 
 
 def _loop(_: Tensor) -> int:
@@ -60,11 +54,9 @@ and additions in plain Python.
 
 def unavailable(name: str, device_kind: str) -> str | None:
     """Returns why a probe cannot be taken on this device, None if it can."""
-    if name != "triton_launch":
+    if name != "triton_launch" or device_kind == "cuda":
         return None
-    if triton is None:
-        return "Triton is not installed"
-    return None if device_kind == "cuda" else f"Triton launches on CUDA only; this is {device_kind}"
+    return f"Triton launches on CUDA only; this is {device_kind}"
 
 
 def probe(name: str, device_kind: str) -> Timing:

@@ -52,8 +52,6 @@ CAUSE = r".*Watchdog caught .*|Timeout \(.*\)!|Fatal Python error: .*"
 LAUNCHES = "launches"
 """What counts them, in the store of several nodes."""
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
 
 class RankError(RuntimeError):
     """A rank failed. The message holds the first failing rank's traceback and where the others
@@ -214,8 +212,8 @@ def _started(folder: Path, local: int, rank: int) -> subprocess.Popen:
         "LOCAL_RANK": str(local),
     }
     if num_nodes() == 1:  # sockets that other machines do not reach
-        environment.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
-        environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-P", "-u", "-c", RANK.format(str(folder))]
     with open(folder / f"{local}.stderr", "wb") as log:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)

@@ -97,11 +97,8 @@ class Chapter:
 
     @property
     def device_kind(self) -> str:
-        """Returns "cuda", "cpu" or "mps" as recorded; without an environment, as the slug
-        begins.
-        """
-        prefix = self.device.split("-")[0]
-        by_slug = prefix if prefix in ("cpu", "mps") else "cuda"
+        """Returns "cuda" or "cpu" as recorded; without an environment, as the slug begins."""
+        by_slug = "cpu" if self.device.startswith("cpu-") else "cuda"
         return self.environment.get("device", {}).get("kind", by_slug)
 
     def of(self, notebook: str) -> "Chapter":

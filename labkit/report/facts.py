@@ -21,7 +21,7 @@ import pandas as pd
 from labkit import accounting
 from labkit.configs import SIZES
 from labkit.report import verdicts
-from labkit.report.frame import Row, mark, ok_rows, only, size_name
+from labkit.report.frame import Row, mark, ok_rows, only, select, size_name
 from labkit.report.text import gib, number, percent, scientific, span, times
 
 LEAST_MS = 1.0
@@ -146,6 +146,16 @@ def _is_measured(row: Row | None, value: str) -> bool:
     return row is not None and pd.notna(row.get(value))
 
 
+def _missing(frame: pd.DataFrame, case: Row) -> str:
+    """Returns a case without a value in words, with what became of it where it was tried: "eager,
+    bf16, length 65,536 (out of memory)".
+    """
+    rows = select(frame, **case)
+    failures = [] if rows.empty else sorted(set(rows["status"]) - {"ok"})
+    words = ", ".join(failures).replace("oom", "out of memory")
+    return f"{case_name(case)} ({words})" if words else case_name(case)
+
+
 def compare(
     frame: pd.DataFrame,
     base: Row,
@@ -171,7 +181,7 @@ def compare(
         whole = {**case, **side}
         row = only(frame, **whole)
         if not _is_measured(row, value):
-            return Fact(case_name(case), missing=case_name(whole))
+            return Fact(case_name(case), missing=_missing(frame, whole))
         rows.append(row)
     return compare_rows(*rows, value, case_name(case), _sides(base, other, value))
 
@@ -261,7 +271,7 @@ def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fa
     name = case_name(case)
     row = only(frame, **case)
     if not _is_measured(row, value):
-        return Fact(name, missing=name)
+        return Fact(name, missing=_missing(frame, case))
     shown = quantity(row, value, unit)
     return Fact(name, {"value": shown}, small=_is_small(row, value), marked=bool(shown.mark))
 
@@ -292,7 +302,7 @@ def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
     name = case_name(case)
     rows = ok_rows(frame, **case)
     if rows.empty:
-        return Fact(name, missing=name)
+        return Fact(name, missing=_missing(frame, case))
     return Fact(name, {"value": Quantity(rows[x].max(), "count")})
 
 

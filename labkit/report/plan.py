@@ -522,7 +522,7 @@ def roofs_of(device: str, gpus: Mapping[str, Chapters]) -> Roofs:
     if sheet is None:
         known = ", ".join(measured) or "no device"
         raise RequestError(
-            f"no roofs of {device!r}: chapter 01 did not measure a GPU of that name (measured: "
+            f"no roofs of {name!r}: chapter 01 did not measure a GPU of that name (measured: "
             f"{known}), and there is no datasheet of it, as of 'NVIDIA A100-SXM4-80GB' or 'RTX "
             "4090'"
         )
