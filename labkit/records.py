@@ -541,6 +541,8 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
     rows = []
     for record in records:
         row = {name: getattr(record, name) for name in columns}
+        if record.reason.endswith("ended oom"):  # what needs that result does not fit either
+            row["status"] = "oom"
         row["disturbed"] = bool(record.telemetry.get("disturbed", False))
         row |= record.case | record.metrics
         row |= {f"timer_{name}": value for name, value in record.timer.items()}
