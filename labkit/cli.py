@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import shlex
+import socket
 import sys
 import time
 from collections import Counter
@@ -174,6 +175,10 @@ def run(
                 f"node {node_rank} of {nnodes} for {', '.join(names)}, the first at "
                 f"{master_addr!r}; accepted: chapter 07, nodes 0 to {nnodes - 1}, and an address"
             )
+        try:
+            socket.getaddrinfo(master_addr, master_port)
+        except (OSError, UnicodeError) as error:
+            raise RequestError(f"no machine of the name {master_addr!r}: {error}") from None
         if node_rank:
             print(f"Starts ranks for {master_addr} until that ends.", flush=True)
             launch.follow(node_rank, nnodes, master_addr, master_port)

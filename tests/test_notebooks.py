@@ -172,6 +172,7 @@ def contents(folder) -> dict:
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
+        (("run", "07", "--nnodes", "2", "--master-addr", "a..b"), 2, "no machine of the name"),
         (("run", "99"), 2, "unknown notebook '99'; accepted: 01_benchmarking"),
         (("run", "01", "-p", "sizes=huge"), 2, "unknown size 'huge'; accepted: nano"),
         (("run", "-p", "device=x"), 2, "unknown parameter 'device' of 01_benchmarking; accepted:"),
