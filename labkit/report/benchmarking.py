@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from labkit import published
 from labkit.configs import WARMUP_MEASURED_STEPS
 from labkit.report import facts, figures, sessions, verdicts
-from labkit.report.frame import cell, in_order, ok_rows, select
+from labkit.report.frame import cell, in_order, mark, ok_rows, select
 from labkit.report.text import percent
 
 CASE = ["size", "context", "precision"]
@@ -96,6 +96,23 @@ def call_range(*frames: pd.DataFrame, **case) -> pd.DataFrame:
     disturbed = any(row["disturbed"] for row in rows)
     ends = {"least_ms": min(times), "most_ms": max(times)}
     return pd.DataFrame([{"status": "ok", "disturbed": disturbed, **case, **ends}])
+
+
+def idle_range(calls: pd.DataFrame, profiles: pd.DataFrame, **case) -> facts.Fact:
+    """Returns the share of an eager step in which the device waits, {value}, from the least of its
+    call times to the most: "58 % to 73 %".
+
+    Args:
+        calls: of `call_range`.
+    """
+    kernels = facts.measured(profiles, "step_kernel_ms", phase="train_step", **case)
+    if calls.empty or kernels.missing:
+        return facts.Fact("", missing=kernels.missing or facts.case_name(case))
+    row = calls.iloc[0]
+    ends = [1 - kernels["value"].value / row[name] for name in ("least_ms", "most_ms")]
+    # A kernel sum of another session can exceed the call by what sessions differ.
+    shares = dict.fromkeys(percent(max(end, 0)) for end in ends)
+    return facts.Fact("", {"value": mark(row) + " to ".join(shares)}, marked=bool(mark(row)))
 
 
 def repeats(differences: pd.DataFrame) -> Figure:

@@ -13,7 +13,7 @@ from labkit import notebooks
 from labkit.configs import SIZES
 from labkit.records import Record
 from labkit.report import facts, figures, sessions, tables, verdicts
-from labkit.report.chapter import Chapter, Chapters, commits_of, dates_of, torch_of
+from labkit.report.chapter import Chapter, Chapters, commits_of, dates_of, torch_of, versions_of
 from labkit.report.frame import Row, by_way, cell, only, select, size_name, usable
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
 from labkit.report.verdicts import BETWEEN, CALL, DEVICE, WITHIN
@@ -53,7 +53,7 @@ ATTENTION_SHAPES = (
     {"d_head": 72, "heads": 16, "length": 256, "causal": False},
 )
 
-KEYS = ("compile", "idle", "recompute", "second_gpu", "encoder")
+KEYS = ("compile", "recompute", "second_gpu", "encoder")
 """Facts of the chapters that the first page repeats, in this order."""
 
 PROVENANCE = "How the numbers are made"
@@ -63,7 +63,6 @@ DEFINITIONS = f"""\
 - *Sustained*: back to back for a second, after as long of it, at the clocks that the power limit \
 leaves. ~ marks clocks that still changed.
 - *Call time*: what a program waits for, host included.
-- *Idle*: 1 − kernel time ÷ call time.
 - A is r× as fast as B: r is B's time ÷ A's. A takes r× the memory of B: r is A's bytes ÷ B's.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
 *Ahead* or *behind* lies above or below 1, all else is *undecided*.
@@ -73,7 +72,7 @@ sessions by {percent(BETWEEN[DEVICE])}, for calls by {percent(BETWEEN[CALL])}. C
 that the host holds up are widened by what hosts were seen to differ, up to \
 {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy.
-- No sentence compares two times under {facts.LEAST_MS:.0f} ms or two memories under {
+- No verdict rests on two times under {facts.LEAST_MS:.0f} ms or two memories under {
     facts.LEAST_BYTES / 2**20:.0f} MiB; no range is of fewer than {facts.LEAST_CASES} cases.
 - A session is one run of one chapter.
 - GB/s: 10⁹ bytes a second. GiB: 2³⁰ bytes. A multiply-add: two FLOPs."""
@@ -273,6 +272,7 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
         line = {
             "shape": f"d {shape['d_head']}, length {shape['length']:,}, {mask}",
             "pass": direction,
+            "ms": cell(fastest),
             "fastest": f"{listing(ahead)}, {cell(fastest, 'achieved_tflops')} TFLOP/s",
             "ours": beside.get("ours", "not measured"),
         }
@@ -439,6 +439,7 @@ def chapters_table(chapters: Chapters) -> pd.DataFrame:
                 "records": status_counts(shown),
                 "sessions": len({record.session for record in every} - {""}),
                 "measured": dates_of(every) or "–",
+                "labkit": versions_of("labkit", shown),
                 "commit": commits_of(shown) + (" +changes" if changed else ""),
             }
         )

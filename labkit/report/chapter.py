@@ -331,5 +331,10 @@ def commits_of(records: Iterable[Record]) -> str:
 
 def torch_of(records: Iterable[Record]) -> list[str]:
     """Returns ["torch 2.13.0"], the versions that the records were measured with; [] for none."""
-    versions = sorted({record.software.get("torch", "") for record in records} - {""})
-    return [f"torch {', '.join(versions)}"] if versions else []
+    versions = versions_of("torch", records)
+    return [f"torch {versions}"] if versions else []
+
+
+def versions_of(package: str, records: Iterable[Record]) -> str:
+    """Returns the versions of a package that the records were measured with."""
+    return ", ".join(sorted({record.software.get(package, "") for record in records} - {""}))

@@ -33,12 +33,15 @@ SHARDED_BYTES = {"sharded optimizer": 8, "zero redundancy": 8, "fsdp": 16, "full
 left out of its name.
 """
 
+HELD = "held"
+"""Stands for the mode of steps in a table that says what a rank holds."""
+
 LANES = {"computing": "#0072b2", "communicating": "#e69f00"}
 
 
 def time_or_bytes(row: dict) -> str:
-    """Returns a step's time, of one whose blocks are compiled the GiB that its rank holds."""
-    if row["compile"] == "regional":
+    """Returns a step's time, or the GiB that its rank holds."""
+    if row["compile"] == HELD:
         return cell(row, "after_step_bytes", gib)
     return cell(row)
 
@@ -146,18 +149,21 @@ def added(
 
     shows_fraction: of communication, beside no other kernel; contention_ms: how much longer the
     others take, with copies into buckets; rate_tflops: of forward and backward, without AdamW,
-    whose kernel time is chapter 02's;
+    whose kernel time is chapter 02's or, without it, what a way that shards it saved;
     least_tokens: by closed form, of a rank, from which NCCL's all-reduces of 100 MB hide. The row
     LESS is a rank alone less the AdamW that other ranks do for it.
     """
     rows = beside_alone(rows, ["compute_us"], "exposed_us", "communication_us")
+    others = 1 - 1 / rows["world_size"]
     updates = usable(profiles, "size", "optimizer_kernel_ms").groupby("size")
+    saved_us = rows.reindex(columns=["saved_us"])["saved_us"]
+    saved = (saved_us / 1e3 / others).where(saved_us > 0).groupby(rows["size"])
     adamw = rows["size"].map(updates["optimizer_kernel_ms"].median())
+    adamw = adamw.fillna(saved.transform("median"))
     flops = [
         accounting.phase_flops(model_config(size), *shape, "forward_backward", causal=True)
         for size, *shape in rows[["size", "batch", "context"]].to_numpy()
     ]
-    others = 1 - 1 / rows["world_size"]
     links = select(collectives, transport="nccl", phase="all_reduce float32 100000000")
     rows = rows.assign(
         added_ms=rows["median_ms"] - rows["median_ms_alone"],
@@ -171,6 +177,19 @@ def added(
     less = select(rows, phase="alone").assign(phase=LESS, sessions=None)
     less["median_ms"] -= others * adamw
     return pd.concat([rows, less])
+
+
+def with_held(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the steps, and those of `resident` once more in the mode HELD."""
+    return pd.concat([steps, resident(steps).assign(compile=HELD)])
+
+
+def resident(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the steps that say what a rank holds: launched with compiled blocks, or else as
+    graphs.
+    """
+    launched = select(steps, compile="regional")
+    return select(steps, compile="graph") if launched.empty else launched
 
 
 def held(steps: pd.DataFrame) -> pd.DataFrame:

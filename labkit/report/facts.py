@@ -230,13 +230,18 @@ def compare_all(
     Returns:
         numbers: total; ahead, level, behind, undecided (counts); range ("1.31× to 1.52×", or the
             two end cases by name where they differ by more than WIDEST_RANGE), least and most (a
-            ratio and its case).
+            ratio and its case); left_out ("; 3 smaller: 0.88× to 1.62×", "" for none).
     """
     cases = ok_rows(frame, **case).reindex(columns=list(keys)).drop_duplicates().to_dict("records")
     facts = {}
+    small = []
     for key in cases:
         fact = compare(frame, base, other, value=value, **case, **key)
-        if not fact.missing and not fact.small:
+        if fact.missing:
+            continue
+        if fact.small:
+            small.append(fact["ratio"])
+        else:
             # In parentheses, where a size's parameters would open another pair.
             words = case_name({name.removesuffix("size"): part for name, part in key.items()})
             facts[words] = fact
@@ -248,8 +253,13 @@ def compare_all(
     named = [f"{ratio} ({words})" for ratio, words in (ordered[0], ordered[-1])]
     counts = Counter(fact.verdict for fact in facts.values())
     narrow = most.value <= WIDEST_RANGE * least.value
+    left_out = ""
+    if small:
+        ends = dict.fromkeys([str(min(small)), str(max(small))])
+        left_out = f"; {len(small)} smaller: {' to '.join(ends)}"
     numbers = {
         "total": Quantity(len(facts), "count"),
+        "left_out": left_out,
         **{verdict: Quantity(counts[verdict], "count") for verdict in verdicts.VERDICTS},
         "range": f"{least} to {most}" if narrow else " to ".join(named),
         "least": named[0],

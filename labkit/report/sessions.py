@@ -11,7 +11,7 @@ from labkit.records import HOST_SECTION, Record, by_session
 from labkit.report import verdicts
 from labkit.report.facts import case_name
 from labkit.report.frame import select
-from labkit.report.text import number, percent
+from labkit.report.text import listing, number, percent
 
 TIMES = ("median_ms", "step_kernel_ms", *verdicts.KIND_OF_VALUE)
 
@@ -92,7 +92,11 @@ def sentence(differences: pd.DataFrame) -> str:
         f"{percent(LIMITS[row['kind']])}"
         for row in shares(differences).to_dict("records")
     ]
-    return f"Two sessions agree: {', '.join(parts)}." if parts else ""
+    if not parts:
+        return ""
+    few = listing([f"{kind} times" for kind in failed(differences)])
+    asked = f" Of {few} {percent(SHARE)} should." if few else ""
+    return f"Two sessions agree: {', '.join(parts)}.{asked}"
 
 
 def failed(differences: pd.DataFrame) -> list[str]:
