@@ -5,6 +5,7 @@ that autocast takes.
 import copy
 import pickle
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -131,8 +132,11 @@ def trained_state(*shapes, cls=torch.optim.AdamW, dtype=torch.float32) -> dict:
     [
         (trained_state((5,), (1,)), r"parameter 1 is .*\[1\].*accepted: .*\[2\]"),
         (trained_state((5,), (2,), cls=FusedAdamW, dtype=torch.float16), "parameter 0 is .*master"),
+        (
+            trained_state((5,), (2,), cls=partial(torch.optim.AdamW, maximize=True)),
+            "maximize is set",
+        ),
     ],
-    ids=["shape", "master"],
 )
 def test_a_state_that_does_not_fit_is_refused_whole(state, message):
     params = [torch.nn.Parameter(torch.ones(n)) for n in (5, 2)]

@@ -173,6 +173,7 @@ def contents(folder) -> dict:
     ("command", "code", "words"),
     [
         (("run", "07", "--nnodes", "2", "--master-addr", "a..b"), 2, "no machine of the name"),
+        (("run", "01", "-p", "sizes=nano", "-p", "sizes=x"), 2, "a parameter twice; accepted"),
         (("run", "99"), 2, "unknown notebook '99'; accepted: 01_benchmarking"),
         (("run", "01", "-p", "sizes=huge"), 2, "unknown size 'huge'; accepted: nano"),
         (("run", "-p", "device=x"), 2, "unknown parameter 'device' of 01_benchmarking; accepted:"),
@@ -185,6 +186,7 @@ def contents(folder) -> dict:
         # Records elsewhere are those of no device.
         (("report", "--device", "../cpu-z"), 2, "nothing has been measured on '../cpu-z'"),
         (("report", "--device", "hollow"), 2, "hollow holds no record"),
+        (("plan", "small", "--layers", "99999999"), 2, "99999999 layers; accepted: up to 10,000"),
         (("plan", "abacus"), 2, "unknown size 'abacus'"),
         (("plan", "small", "--heads", "7"), 2, "7 heads do not divide the width 768"),
         (("verify", "empty"), 2, "is no folder of a device"),

@@ -143,9 +143,9 @@ def test_throughput_is_what_others_report(measured, gpus, tmp_path):
     ("config", "message"),
     [
         ("{", "cannot be read as a config.json"),
-        ("3", "cannot be read as a config.json"),
+        ("[[1, 2]]", "cannot be read as a config.json"),
         ({"model_type": "mamba", "d_inner": 3}, "'mamba' has no hidden_size or n_embd; accepted"),
-        ({"hidden_size": 64, "num_local_experts": 8}, "has num_local_experts; accepted: models"),
+        ({"hidden_size": 64, "num_local_experts": 8}, "has num_local_experts; accepted: dense"),
         ({"text_config": {}, "vision_config": {}}, "has no hidden_size or n_embd"),
         ({"n_embd": 64, "n_head": 4, "n_layer": 2}, "has no vocab_size; accepted"),
         ({"model_type": "llama", "hidden_size": "64"}, "'llama' has no hidden_size"),

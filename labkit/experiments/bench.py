@@ -356,6 +356,9 @@ def bench(
     if multiprocessing.parent_process():
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
     check_known("operation", op, OPERATIONS)
+    for name, value in {"shape": shape, "against": against}.items():
+        if not isinstance(value, str):
+            raise RequestError(f"{name} must be a text, got {value!r}")
     precisions = ("fp32",) if op in ("adamw", "optimizer") else ("fp32", "bf16")
     check_known(f"precision of {op}", precision, precisions)
     if warmup < 1 or steps < 2:
@@ -468,6 +471,8 @@ def _entrant(function: Callable | str, folder: Path) -> Entrant:
             source = Path(file).read_text(encoding="utf-8")
         else:
             name = function.__qualname__
+            if "<" in name:
+                raise ValueError("it has no name at the top level of its file")
             file = inspect.getsourcefile(function)
             source = "".join(inspect.findsource(function)[0])
     except (AttributeError, OSError, TypeError, ValueError) as error:

@@ -219,6 +219,12 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.contiguous()
 
 
+def _check_form(group: dict) -> None:
+    """Raises ValueError for a parameter group of a form of AdamW that the kernel does not have."""
+    if group.get("amsgrad") or group.get("maximize"):
+        raise ValueError("amsgrad or maximize is set; accepted: neither")
+
+
 class FusedAdamW(torch.optim.AdamW):
     """AdamW that updates all parameters of a group, device and dtype in one launch; others stay
     without a gradient.
@@ -256,8 +262,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _lay_out(self, group: dict) -> None:
-        if group["amsgrad"] or group["maximize"]:
-            raise ValueError("amsgrad or maximize is set; accepted: neither")
+        _check_form(group)
         alike: dict[tuple, list[Tensor]] = {}
         for p in dict.fromkeys(group["params"]):
             if p.dtype not in DTYPES or not p.is_contiguous() or type(p.data) is not Tensor:
@@ -275,9 +280,11 @@ class FusedAdamW(torch.optim.AdamW):
         A parameter without a saved state starts anew; a master that is not saved becomes the
         parameter's value.
 
-        Raises ValueError, before anything is copied, for groups of other numbers of parameters and
-        a state of other names or shapes.
+        Raises ValueError, before anything is copied, for groups of other numbers of parameters or
+        with amsgrad or maximize, and a state of other names or shapes.
         """
+        for group in state_dict["param_groups"]:
+            _check_form(group)
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         # By parameter: by number, PyTorch would round the state to their dtype.

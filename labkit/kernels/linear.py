@@ -125,6 +125,7 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
         raise ValueError(f"p must be from 0 up to but without 1; got {p}")
     x, weight, bias = product_inputs(x=x, weight=weight, bias=bias)
     check_shape("x", x, len(x), weight.shape[1])
+    check_shape("bias", bias, len(weight))
     if not runs_kernel(x):
         return F.linear(F.dropout(x, p), weight, bias)
     check_integers("seed", seed, x)
@@ -145,4 +146,7 @@ def norm_linear(
     Raises:
         ValueError, TypeError: arguments that do not fit, by name.
     """
-    return NormLinear.apply(*product_inputs(normed=normed, weight=weight, bias=bias), *norm)
+    normed, weight, bias = product_inputs(normed=normed, weight=weight, bias=bias)
+    check_shape("normed", normed, len(normed), weight.shape[1])
+    check_shape("bias", bias, len(weight))
+    return NormLinear.apply(normed, weight, bias, *norm)

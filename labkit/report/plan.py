@@ -110,6 +110,15 @@ SHARING = {
 # ---- models --------------------------------------------------------------------------------------
 
 
+OTHER_ARCHITECTURES = ("kv_lora_rank", "multi_query", "attention_hidden_size", "type_vocab_size")
+"""Keys of a config.json that say of an attention that is not planned here: latent attention, one
+key head without `num_key_value_heads`, RWKV, an encoder such as BERT.
+"""
+
+MOST_LAYERS = 10_000
+"""The closed form walks through them."""
+
+
 def read_config(path: Path) -> ModelConfig:
     """Returns the model of a transformers config.json; the norms and products are this
     laboratory's.
@@ -118,14 +127,16 @@ def read_config(path: Path) -> ModelConfig:
     RequestError for a file or an architecture that cannot be read so.
     """
     try:
-        content = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("not one object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"{path}: cannot be read as a config.json ({error})") from None
     kind = str(content.get("model_type", "unknown"))
 
     def first(*names: str, default: Any = None) -> Any:
         value = next((content[name] for name in names if content.get(name) is not None), default)
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise RequestError(
                 f"{path}: architecture {kind!r} has no {' or '.join(names)}; accepted: dense "
                 "decoders and vision encoders, as of llama, qwen3, gpt2, siglip_vision_model; of "
@@ -133,10 +144,15 @@ def read_config(path: Path) -> ModelConfig:
             )
         return value
 
-    experts = [name for name in content if "_experts" in name]
-    if experts:
+    others = [
+        name
+        for name, value in content.items()
+        if value and ("_experts" in name or name in OTHER_ARCHITECTURES)
+    ]
+    if others:
         raise RequestError(
-            f"{path}: architecture {kind!r} has {experts[0]}; accepted: models without experts"
+            f"{path}: architecture {kind!r} has {others[0]}; accepted: dense decoders, whose heads "
+            "may share keys, and vision encoders"
         )
     width = first("hidden_size", "n_embd")
     num_heads = first("num_attention_heads", "n_head")
@@ -149,7 +165,7 @@ def read_config(path: Path) -> ModelConfig:
         num_layers=first("num_hidden_layers", "n_layer"),
         num_heads=num_heads,
         vocab_size=0 if is_vision else first("vocab_size"),
-        head_dim=content.get("head_dim") or 0,
+        head_dim=first("head_dim") if content.get("head_dim") else 0,
         num_key_heads=first("num_key_value_heads", default=num_heads),
         is_gated=content.get("hidden_act") in ("silu", "swiglu") or kind.startswith("gemma"),
         # transformers writes it only where it is not its default.
@@ -182,6 +198,8 @@ def memory(setting: Setting) -> dict[str, float]:
     Raises RequestError for a setting that does not exist.
     """
     config = setting.config
+    if config.num_layers > MOST_LAYERS:
+        raise RequestError(f"{config.num_layers} layers; accepted: up to {MOST_LAYERS:,}")
     try:
         plan = accounting.checkpoint_plan(setting.recompute, config.num_layers)
         moments = accounting.checkpoint_moments(
