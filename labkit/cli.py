@@ -69,11 +69,13 @@ DeviceOption = Annotated[
 
 def main() -> None:
     """Runs the command line; every expected error is one line on stderr."""
-    from labkit.notebooks import NotebookError
-    from labkit.records import RecordError
-
     try:
+        from labkit.notebooks import NotebookError
+        from labkit.records import RecordError
+
         app()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (RequestError, NotebookError, RecordError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR if isinstance(error, RequestError) else 1)

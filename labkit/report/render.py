@@ -192,12 +192,15 @@ def _unfinished(chapters: Chapters) -> list[str]:
 def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, str]]]:
     """Returns a notebook as a chapter: its text, and what its cells show but for lessons and
     set-up; and by key the sentence and the heading of the facts that it names for the first page.
+
+    A section without a number explains none: its reasons are left out.
     """
     hidden = {"remove_cell", "parameters", "injected-parameters", notebooks.LESSON}
     parts: list[str] = []
     keyed = {}
     heading = ""
     figure = None
+    has_number = True
     for cell in notebook.cells:
         if hidden & set(cell.metadata.get("tags", [])):
             continue
@@ -205,6 +208,9 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
             if cell.source.startswith("## "):
                 heading = cell.source.splitlines()[0].removeprefix("## ")
                 figure = None
+                has_number = False
+            elif cell.source.startswith("**") and not has_number:
+                continue
             # A notebook's title is a chapter's heading here.
             parts.append(re.sub(r"^(#+ )", r"#\1", cell.source, flags=re.MULTILINE))
         for output in cell.get("outputs", []):
@@ -227,6 +233,8 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
                 # What is marked, or was not measured, is nothing for the first page.
                 if is_told and fact["key"] and not fact["marked"]:
                     keyed[fact["key"]] = (sentence, heading)
+            # What is not measured is one line in italics; a table begins with such a caption.
+            has_number |= not re.fullmatch(r"|(- )?\*.*\*", text)
             if fact and parts[-1].startswith("- "):
                 if text not in parts[-1].splitlines():  # two sentences may lack one row
                     parts[-1] += f"\n{text}"
