@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -45,16 +45,20 @@ app = typer.Typer(
     help="Measure a transformer on this machine and write a report from the measurements.",
 )
 
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
+
+def _folder_option(**limits: bool) -> Any:
+    return typer.Option(
         "--output",
         "-o",
         metavar="DIR",
         resolve_path=True,
         help="Folder that holds one folder per device. Default: figures/.",
-    ),
-]
+        **limits,
+    )
+
+
+OutputOption = Annotated[Path | None, _folder_option()]
+RecordedOption = Annotated[Path | None, _folder_option(exists=True, file_okay=False)]
 
 ContextOption = Annotated[int, typer.Option(min=1, help="Context length in tokens.")]
 
@@ -310,7 +314,7 @@ def _writable(output: Path | None) -> Path:
 @app.command()
 def report(
     device: DeviceOption = REFERENCE_DEVICE,
-    output: OutputOption = None,
+    output: RecordedOption = None,
     html: Annotated[
         bool, typer.Option("--html", help="Also write report.html, one self-contained page.")
     ] = False,
@@ -335,7 +339,7 @@ def report(
 
 @app.command()
 def devices(
-    output: OutputOption = None,
+    output: RecordedOption = None,
 ) -> None:
     """List what has been measured, a row a folder: device, chapters, when, software."""
     from labkit.report import render, tables
@@ -360,7 +364,7 @@ def compare(
     notebook: Annotated[
         str | None, typer.Option(help="Number or name (01, benchmarking). Default: all.")
     ] = None,
-    output: OutputOption = None,
+    output: RecordedOption = None,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -473,7 +477,7 @@ def plan(
     layers: DimensionOption = None,
     heads: DimensionOption = None,
     vocabulary: DimensionOption = None,
-    output: OutputOption = None,
+    output: RecordedOption = None,
 ) -> None:
     """Say before it is run whether a training step with AdamW fits, how long it takes, what bounds
     it and how many joules it takes.
