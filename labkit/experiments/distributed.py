@@ -182,7 +182,8 @@ def run_ranks(
             return replace(measured, telemetry=monitor.summary)
         if "OutOfMemoryError" in failure:
             raise torch.OutOfMemoryError(failure)
-        raise RuntimeError(failure or f"no rank measured {phase}")
+        kind_of_error = TimeoutError if "Timeout (" in failure else RuntimeError
+        raise kind_of_error(failure or f"no rank measured {phase}")
 
     for phase in case.phases:
         yield phase, functools.partial(measure, phase)
