@@ -332,8 +332,10 @@ def report(
     from labkit.device import slug_of
     from labkit.report import render
 
-    options = {"output": output, "html": html, "save_notebooks": save_notebooks}
-    for path in render.rebuild(slug_of(device), **options):
+    written = render.rebuild(
+        slug_of(device), output=output, html=html, save_notebooks=save_notebooks
+    )
+    for path in written:
         print(path)
 
 

@@ -152,6 +152,14 @@ SIGLIP2_SIZES: dict[str, Siglip2Config] = {
 }
 
 
+def siglip2_config(name: str) -> Siglip2Config:
+    """Returns the encoder's size called `name`; raises RequestError that names the accepted
+    ones.
+    """
+    check_known("size", name, SIGLIP2_SIZES)
+    return SIGLIP2_SIZES[name]
+
+
 PRECISIONS = ("fp32", "tf32", "bf16")
 """fp32: TF32 off. tf32: fp32 tensors, TF32 matmuls. bf16: autocast to bfloat16 over fp32
 parameters.

@@ -62,10 +62,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """Returns the distance between neighbouring numbers of `dtype` in the binade of `value`
-    (positive, finite).
+    """Returns the distance between neighbouring numbers of `dtype` in the binade of `value`;
+    ValueError without one.
     """
     limits = torch.finfo(dtype)
+    if not 0 < value <= limits.max:
+        raise ValueError(
+            f"value {value!r} has no binade in {dtype}; accepted: above 0, up to {limits.max:g}"
+        )
     return max(binade(value), limits.smallest_normal) * limits.eps
 
 

@@ -46,9 +46,7 @@ class Plan(list[Case]):
         self.append(Case(section, parameters, phases, **self.limits | options))
 
 
-def section(
-    measure: Callable[..., Measured], live: Callable | None = None, *, is_rated: bool = False
-) -> Runner:
+def section(measure: Callable[..., Measured], live: Callable | None = None) -> Runner:
     """Returns the usual runner: `measure` gets (live object, case, phase), and returns the phase's
     measurement.
 

@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from labkit.configs import SIGLIP2, SIGLIP2_SIZES, check_known
+from labkit.configs import SIGLIP2, check_known, siglip2_config
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import contest_section, draw
 from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
 from labkit.experiments.sections import (
+    Plan,
     rate_metrics,
     run_section,
     section,
@@ -65,41 +66,38 @@ COMPILED = " + compile"
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = SIGLIP2[profile]
-    limit = grid.case_timeout_s
     is_gpu = device_kind == "cuda"
     dtype = "bf16" if is_gpu else "fp32"
-    limits = {"timeout_s": limit, "time_limit_s": grid.time_limit_s}
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
-    planned = ceiling_cases((dtype,), limit)
+    plan = Plan(grid, ceiling_cases((dtype,), grid.case_timeout_s))
     for workload, ways in grid.ways.items():
         if not ways:
             continue
         parameters = {**batch, "workload": workload}
-        planned.append(Case("floor", parameters, PASSES, sustained=PASSES, **limits))
+        plan.add("floor", parameters, *PASSES, sustained=PASSES)
         # Each in a process of its own: what is compiled for one is not there for the next, nor is
         # its memory.
-        options = {"fresh_process": True, "sustained": STEP_PHASES, **limits}
+        options = {"fresh_process": True, "sustained": STEP_PHASES}
         for way in ways:
             if is_gpu or COMPILED not in way:
                 step = {**parameters, "way": way}
                 compiles = not way.endswith("eager")
-                planned.append(Case("steps", step, STEP_PHASES, **options, compiles=compiles))
+                plan.add("steps", step, *STEP_PHASES, **options, compiles=compiles)
     for way in ("eager", "fused"):
-        planned.append(Case("profile", {**batch, "way": way}, PASSES[1:], limit))
-    module_phases = tuple(f"{impl} {name}" for name in PASSES for impl in MODULE_IMPLS)
+        plan.add("profile", {**batch, "way": way}, *PASSES[1:])
+    module_phases = [f"{impl} {name}" for name in PASSES for impl in MODULE_IMPLS]
     for precision in grid.modules if is_gpu else ("fp32",):
         for module in MODULES:
             part = {**batch, "precision": precision, "module": module}
-            planned.append(Case("modules", part, module_phases, **limits))
+            plan.add("modules", part, *module_phases)
     for precision in grid.accuracy if is_gpu else ("fp32",):
-        planned.append(Case("accuracy", {"size": grid.size, "precision": precision}, IMPLS, limit))
+        plan.add("accuracy", {"size": grid.size, "precision": precision}, *IMPLS)
     for operation, rows, columns in grid.kernels:
         parameters = {"operation": operation, "rows": rows, "columns": columns, "precision": dtype}
         entrants = (grid.kernel_impls, DEFINITIONS[operation].passes)
-        planned.append(
-            contest_case("kernels", operation, parameters, *entrants, **limits, compiles=True)
-        )
-    return planned
+        options = {**plan.limits, "compiles": True}
+        plan.append(contest_case("kernels", operation, parameters, *entrants, **options))
+    return plan
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -138,8 +136,7 @@ class Batch:
     def __init__(self, device: Device, parameters: dict):
         self.device = device
         self.parameters = parameters
-        check_known("size", parameters["size"], SIGLIP2_SIZES)
-        self.config = SIGLIP2_SIZES[parameters["size"]]
+        self.config = siglip2_config(parameters["size"])
         side = self.config.position_side
         self.grids = draw_grids(parameters["workload"], parameters["images"], side)
         self.sizes = self.grids.prod(1)
@@ -396,7 +393,7 @@ def _results(
     """Returns the output ("out") of a shallow encoder and the gradients of its parameters by name,
     computed in a dtype from values that `precision` has.
     """
-    config = dataclasses.replace(SIGLIP2_SIZES[size], num_layers=2)
+    config = dataclasses.replace(siglip2_config(size), num_layers=2)
     grids = torch.tensor([[16, 16], [9, 13], [1, 1], [3, 30]]).clamp(max=config.position_side)
     num_patches = int(grids.prod(1).sum())
     torch.manual_seed(0)

@@ -106,6 +106,14 @@ class NormLinear(torch.autograd.Function):
         return grad_y @ weight, grad_weight, column_sums(grad_y), None, None, None, None
 
 
+def _inputs(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+    """Returns the tensors of a linear layer as `product_inputs`, their shapes checked too."""
+    inputs = product_inputs(**{name: x}, weight=weight, bias=bias)
+    check_shape(name, x, len(x), weight.shape[1])
+    check_shape("bias", bias, len(weight))
+    return inputs
+
+
 def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tensor) -> Tensor:
     """Returns W dropout(x) + b.
 
@@ -123,9 +131,7 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
     """
     if not 0 <= p < 1:
         raise ValueError(f"p must be from 0 up to but without 1; got {p}")
-    x, weight, bias = product_inputs(x=x, weight=weight, bias=bias)
-    check_shape("x", x, len(x), weight.shape[1])
-    check_shape("bias", bias, len(weight))
+    x, weight, bias = _inputs("x", x, weight, bias)
     if not runs_kernel(x):
         return F.linear(F.dropout(x, p), weight, bias)
     check_integers("seed", seed, x)
@@ -146,7 +152,4 @@ def norm_linear(
     Raises:
         ValueError, TypeError: arguments that do not fit, by name.
     """
-    normed, weight, bias = product_inputs(normed=normed, weight=weight, bias=bias)
-    check_shape("normed", normed, len(normed), weight.shape[1])
-    check_shape("bias", bias, len(weight))
-    return NormLinear.apply(normed, weight, bias, *norm)
+    return NormLinear.apply(*_inputs("normed", normed, weight, bias), *norm)

@@ -1,5 +1,6 @@
 """Chapter 01: its figures, and the queries that are its alone."""
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
@@ -45,9 +46,12 @@ def idle(steps: pd.DataFrame, profiles: pd.DataFrame) -> pd.DataFrame:
     if calls.empty or kernels.empty:
         return pd.DataFrame()
     joined = calls.merge(kernels[[*CASE, "step_kernel_ms"]], on=CASE)
+    return joined.assign(idle_fraction=_idle_share(joined["step_kernel_ms"], joined["median_ms"]))
+
+
+def _idle_share(kernel_ms, call_ms):
     # A kernel sum of another session can exceed the call by what sessions differ.
-    idle_fraction = (1 - joined["step_kernel_ms"] / joined["median_ms"]).clip(lower=0)
-    return joined.assign(idle_fraction=idle_fraction)
+    return np.maximum(1 - kernel_ms / call_ms, 0)
 
 
 def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
@@ -109,9 +113,8 @@ def idle_range(calls: pd.DataFrame, profiles: pd.DataFrame, **case) -> facts.Fac
     if calls.empty or kernels.missing:
         return facts.Fact("", missing=kernels.missing or facts.case_name(case))
     row = calls.iloc[0]
-    ends = [1 - kernels["value"].value / row[name] for name in ("least_ms", "most_ms")]
-    # A kernel sum of another session can exceed the call by what sessions differ.
-    shares = dict.fromkeys(percent(max(end, 0)) for end in ends)
+    ends = _idle_share(kernels["value"].value, row[["least_ms", "most_ms"]].astype(float))
+    shares = dict.fromkeys(ends.map(percent))
     return facts.Fact("", {"value": mark(row) + " to ".join(shares)}, marked=bool(mark(row)))
 
 

@@ -249,7 +249,8 @@ def compare_all(
     if not facts:
         return Fact("", missing=f"{plain} for {case_name(case)}" if case else plain)
     ordered = sorted((fact["ratio"], words) for words, fact in facts.items())
-    least, most = ordered[0][0], ordered[-1][0]
+    least = ordered[0][0]
+    most = ordered[-1][0]
     named = [f"{ratio} ({words})" for ratio, words in (ordered[0], ordered[-1])]
     counts = Counter(fact.verdict for fact in facts.values())
     narrow = most.value <= WIDEST_RANGE * least.value
