@@ -508,11 +508,15 @@ def newest(records: Iterable[Record]) -> list[Record]:
     """Returns the newest record of each identity, in the order in which these were measured.
 
     Records of profile "key" repeat the full grid's, to see whether they come back, and count only
-    where there are none of it: a comparison's sides are of one session.
+    where there are none of it: a comparison's sides are of one session. What a session skipped, as
+    without a package, hides nothing that its commit measured before.
     """
     latest: dict[str, Record] = {}
     for record in records:
         before = latest.get(record.identity, record)
+        was_measured = before.status == "ok" and before.source == record.source
+        if record.status == "skipped" and was_measured:
+            continue
         if record.profile != "key" or before.profile in ("key", "quick"):
             latest.pop(record.identity, None)
             latest[record.identity] = record

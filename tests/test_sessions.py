@@ -69,7 +69,7 @@ def test_the_host_is_no_row():
         # The call's time is not counted twice.
         ("window", 2.69, [sessions.OTHER_CALLS, "sustained"]),
         # Back to back it waits for the host as well.
-        ("window", 2.71, [sessions.WAITING]),
+        ("window", 2.71, [sessions.WAITING] * 2),
     ],
 )
 def test_every_kind_of_time_is_a_row_of_its_own(method, launch_ms, kinds):
@@ -77,6 +77,13 @@ def test_every_kind_of_time_is_a_row_of_its_own(method, launch_ms, kinds):
     metrics = times | {"launch_median_ms": launch_ms}
     found = differences(*(record(s, method=method, metrics=metrics) for s in ("s1", "s2")))
     assert found["kind"].tolist() == kinds
+
+
+def test_a_step_waits_where_its_forward_does():
+    metrics = {"median_ms": 3.0, "host_median_ms": 3.0, "launch_median_ms": 3.0}
+    forward = [record(s, method="window", metrics=metrics) for s in ("s1", "s2")]
+    step = [replace(record(s, method="window"), phase="step") for s in ("s1", "s2")]
+    assert set(differences(*forward, *step)["kind"]) == {sessions.WAITING}
 
 
 def test_too_few_rows_of_a_kind_fail():

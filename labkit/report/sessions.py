@@ -3,6 +3,7 @@ time apart.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
@@ -16,6 +17,9 @@ from labkit.report.text import listing, number, percent
 TIMES = ("median_ms", "step_kernel_ms", *verdicts.KIND_OF_VALUE)
 
 WAITING = "calls that wait for the host"
+WITH_FORWARD = ("forward_backward", "step", "train_step")
+"""Passes that wait for the host where their forward does, whatever their mean says."""
+
 OTHER_CALLS = "other calls"
 
 LIMITS = {verdicts.DEVICE: 0.05, verdicts.SUSTAINED: 0.05, OTHER_CALLS: 0.10, WAITING: 0.10}
@@ -45,13 +49,28 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
             if record.section != HOST_SECTION and record.metrics and record.timer:
                 by_commit.setdefault(record.source.get("commit"), []).append(record)
         for timed in by_commit.values():
-            for sessions in by_session(timed).values():
-                rows += [(chapter, *row) for row in _of_measurement(list(sessions.values()))]
+            waiting = _waiting(timed)
+            for key, sessions in by_session(timed).items():
+                found = _of_measurement(list(sessions.values()), key in waiting)
+                rows += [(chapter, *row) for row in found]
     frame = pd.DataFrame(rows, columns=COLUMNS[:-1])
     return frame.assign(difference=frame["highest_ms"] / frame["lowest_ms"] - 1)
 
 
-def _of_measurement(sessions: Sequence[Record]) -> Iterable[tuple[str, str, float, float]]:
+def _waiting(records: Iterable[Record]) -> set[str]:
+    """Returns the resume keys of what waited for the host in a session."""
+    found = set()
+    for record in records:
+        if verdicts.issued(record.metrics) >= LAUNCH_BOUND:
+            *way, last = record.phase.split(" ")
+            for phase in (last, *WITH_FORWARD) if last == "forward" else (last,):
+                found.add(replace(record, phase=" ".join([*way, phase])).resume_key())
+    return found
+
+
+def _of_measurement(
+    sessions: Sequence[Record], waits: bool
+) -> Iterable[tuple[str, str, float, float]]:
     """Yields row, kind and both times of each later session of one measurement and the first."""
     if len(sessions) < 2:
         return
@@ -59,16 +78,15 @@ def _of_measurement(sessions: Sequence[Record]) -> Iterable[tuple[str, str, floa
     name = f"{first.section}: {case_name(first.case)}, {first.phase}"
     timer = {"phase": first.phase, "timer_method": first.timer.get("method")}
     is_call = verdicts.kind_of_time(first.case | timer) == verdicts.CALL
-    waits = any(verdicts.issued(one.metrics) >= LAUNCH_BOUND for one in sessions)
     for value in TIMES:
         times = [one.metrics[value] for one in sessions if one.metrics.get(value)]
         kind = verdicts.kind_of_time(first.case | timer, value)
-        if kind == verdicts.CALL:
-            if value != "median_ms" and is_call:
-                continue  # the same call by the other clock
-            kind = WAITING if waits else OTHER_CALLS
-        elif kind == verdicts.SUSTAINED and waits:
-            continue  # back to back it waits for the host as well
+        if kind == verdicts.CALL and value != "median_ms" and is_call:
+            continue  # the same call by the other clock
+        if waits and kind != verdicts.DEVICE:
+            kind = WAITING  # back to back, too
+        elif kind == verdicts.CALL:
+            kind = OTHER_CALLS
         row = name if value == "median_ms" else f"{name}, {value}"
         for later in times[1:]:
             yield row, kind, min(times[0], later), max(times[0], later)
