@@ -6,7 +6,8 @@ costs; `operations` has those of the chapters, and `operations.register` adds an
 any module. The phases of a contest are "<implementation> <pass>". The implementations of one pass
 are timed in turn, so that a drift of the clocks falls on all of them alike. None is timed before
 its outputs and gradients have passed the gate of `numerics.judge`; one that fails it has an error
-in place of its times.
+in place of its times. What `labkit bench` is given is also watched: its inputs are others at every
+round, and what it gave is judged again after it.
 """
 
 import contextlib
@@ -115,7 +116,7 @@ class ContestCase(Case):
 
 @dataclass
 class Operation:
-    """One operation on the tensors of one case.
+    """One operation on the tensors of one case: what is computed, what it is held to, and its cost.
 
     Attributes:
         device, precision: of the case, and of the ceiling; peak_precision: of the datasheet's peak,
@@ -124,36 +125,47 @@ class Operation:
             them.
         grad_outs: the gradient of each output.
         formula: of (*inputs in fp64, dtype); the outputs, computed in `dtype`.
-        costs: {"flops": …} or {"num_bytes": …} by pass.
+        costs: {"flops": …} or {"num_bytes": …} by pass, the one that needs no other first.
         terms: of the longest sum behind "out" or a gradient, as "dx".
-        implementations: by name; baseline: the one that ratios divide by, None for none.
+        implementations: by name; baseline: the one that ratios divide by.
         method: of `timing`, on CUDA; num_warmup: untimed calls of each. num_rounds: timed calls of
             each, 0 for as many as the time limit holds.
+        is_watched: whether inputs are others at every call that is judged and every round that is
+            timed, after which it is judged again. The chapters' are not: fp64 of their lengths
+            would be computed anew at every round.
+        is_in_place: whether a call goes on from what the one before it left, and returns that.
+        num_judged: watched calls before any is timed.
+        kept: the last outputs by (implementation, pass); a CUDA graph writes them again.
+        num_wrong: rounds after which the result of a phase was wrong.
     """
 
     device: Device
     precision: str
     inputs: dict[str, Tensor]
     grad_outs: Tensors
-    formula: Callable
     costs: dict[str, dict[str, int]]
     terms: dict[str, int]
     implementations: dict[str, Implementation]
-    baseline: str | None
+    formula: Callable | None = None
+    baseline: str = "ours"
     peak_precision: str = ""
     others: tuple = ()
     options: dict = field(default_factory=dict)
     method: str = "graph"
     num_warmup: int = 1
     num_rounds: int = 0
+    is_watched: bool = False
+    is_in_place = False
+    num_judged = 2
 
     def __post_init__(self):
+        self.kept: dict[tuple[str, str], Tensors] = {}
+        self.num_wrong = Counter()
+        self.dtype = numerics.tensor_dtype(self.precision)
         for x in self.inputs.values():
             x.requires_grad_()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return numerics.tensor_dtype(self.precision)
+        tensors = (*self.inputs.values(), *self.others, *self.grad_outs)
+        self.tensors = [x for x in tensors if isinstance(x, Tensor)]
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""
@@ -165,6 +177,8 @@ class Operation:
             peak_precision=self.peak_precision,
             **self.costs[name],
         )
+
+    # ---- what is computed ----
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
         function = self.implementations[impl].function
@@ -187,9 +201,7 @@ class Operation:
             outs = self.outputs(impl)
         return functools.partial(self.gradients, outs, retain_graph=True)
 
-    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
-        """Returns a pass that is timed; here like any."""
-        return self.run(impl, name)
+    # ---- what it is held to ----
 
     @functools.cached_property
     def expected(self) -> list[tuple[Tensors, Tensors]]:
@@ -226,66 +238,14 @@ class Operation:
         return max(self.verdicts(name, values, impl), key=lambda verdict: verdict.budget_fraction)
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
-        """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
-        values = self.run(impl, "forward" if name == "forward" else "forward_backward")()
-        return self.worst(impl, name, values)
+        """Returns the worst verdict on a pass; raises AssertionError for a wrong result.
 
-    def rounds(self, num_rounds: int) -> Iterable:
-        """Returns what is advanced between the rounds of a timing."""
-        return range(num_rounds)
-
-    def confirm(self, phase: str, metrics: dict) -> None:
-        """Raises Refused for a time that cannot be trusted; here all can."""
-
-
-@dataclass
-class Watched(Operation):
-    """An operation with other inputs at every round, which watches what its implementations do.
-
-    Attributes:
-        kept: the last outputs by (implementation, pass); a CUDA graph writes them again.
-        num_wrong: rounds after which the result of a phase was wrong.
-    """
-
-    kept: dict[tuple[str, str], Tensors] = field(default_factory=dict)
-    num_wrong: Counter = field(default_factory=Counter)
-    is_in_place = False
-    """Whether a call goes on from what the one before it left, and returns that."""
-
-    first_pass = "forward"
-    num_judged = 2
-    """Calls that are judged before any is timed."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        tensors = (*self.inputs.values(), *self.others, *self.grad_outs)
-        self.tensors = [x for x in tensors if isinstance(x, Tensor)]
-
-    def renew(self) -> None:
-        """Moves the numbers of every tensor to other places in it, which nobody can foresee."""
-        self.__dict__.pop("expected", None)
-        for x in self.tensors:
-            places = 1 + secrets.randbelow(max(x.numel() - 1, 1))
-            values = x.data.flatten().roll(places)
-            # As data: autograd would take it for a mistake.
-            x.data.copy_(values.view_as(x))
-
-    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
-        """Returns a pass that is timed; what it gives is kept."""
-        run = self.run(impl, name)
-
-        def kept() -> Tensors:
-            self.kept[impl, name] = values = run()
-            return values
-
-        return kept
-
-    def judge(self, impl: str, name: str) -> numerics.Verdict:
-        """Returns the worst verdict on a pass.
-
-        Raises Refused for a wrong result, for none, and for one that is not computed by the call,
-        from its inputs, into memory of its own.
+        One that is watched raises Refused for a wrong result, for none, and for one that is not
+        computed by the call, from its inputs, into memory of its own.
         """
+        if not self.is_watched:
+            values = self.run(impl, "forward" if name == "forward" else "forward_backward")()
+            return self.worst(impl, name, values)
         self.kept.clear()  # before anything that is timed is called
         self._check_call(impl)
         run = self.run(impl, name)
@@ -322,7 +282,7 @@ class Watched(Operation):
 
     def _check_call(self, impl: str) -> None:
         try:
-            outs = self.run(impl, self.first_pass)()
+            outs = self.run(impl, next(iter(self.costs)))()
         except TypeError as error:
             arguments = ", ".join((*self.inputs, *map(_described, self.others), *self.options))
             raise Refused(f"{error}; it is called with {arguments}") from None
@@ -330,12 +290,38 @@ class Watched(Operation):
         if got != expected:
             raise Refused(f"it must return {expected}; got {got}")
 
-    def rounds(self, num_rounds: int) -> Iterable:
-        """Renews the inputs before each round, and judges what it gave after it."""
+    # ---- while it is timed ----
+
+    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
+        """Returns a pass that is timed; where it is watched, what it gives is kept."""
+        run = self.run(impl, name)
+        if not self.is_watched:
+            return run
+
+        def kept() -> Tensors:
+            self.kept[impl, name] = values = run()
+            return values
+
+        return kept
+
+    def renew(self) -> None:
+        """Moves the numbers of every tensor to other places in it, which nobody can foresee."""
+        self.__dict__.pop("expected", None)
+        for x in self.tensors:
+            places = 1 + secrets.randbelow(max(x.numel() - 1, 1))
+            values = x.data.flatten().roll(places)
+            # As data: autograd would take it for a mistake.
+            x.data.copy_(values.view_as(x))
+
+    def rounds(self, num_rounds: int) -> Iterator[None]:
+        """Yields once a round; where it is watched, with other inputs, and what each implementation
+        gave is judged after it.
+        """
         for _ in range(num_rounds):
-            for values in self.kept.values() if not self.is_in_place else ():
-                _poison(values)
-            self.renew()
+            if self.is_watched:
+                for values in self.kept.values() if not self.is_in_place else ():
+                    _poison(values)
+                self.renew()
             yield
             for (impl, name), values in self.kept.items():
                 try:
@@ -466,7 +452,8 @@ def contest(operation: Operation, case: ContestCase) -> Iterator[PhaseRun]:
     def measure(impl: str, name: str, timed: Timed, metrics: dict) -> Measured:
         phase = f"{impl} {name}"
         metrics = operation.rates(name, timed.timing.median_ms, case.ceilings) | metrics
-        operation.confirm(phase, metrics)
+        if operation.is_watched:
+            operation.confirm(phase, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
             metrics |= sustained_metrics(
@@ -480,7 +467,7 @@ def contest(operation: Operation, case: ContestCase) -> Iterator[PhaseRun]:
         return timed.measured(metrics, {**case.parameters, "precision": precision})
 
     is_in_turn = case.parameters.get("timed", IN_TURN) == IN_TURN
-    baselines = [operation.baseline] if is_in_turn and operation.baseline else []
+    baselines = [operation.baseline] if is_in_turn else []
     entrants: dict[str, list[str]] = {}
     for phase in case.phases:
         impl, name = phase.split(" ")

@@ -18,7 +18,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,6 @@ from labkit.experiments.contest import (
     Implementation,
     Operation,
     Tensors,
-    Watched,
     are_equal,
     as_tuple,
     attention_formula,
@@ -260,7 +259,6 @@ def row_operation(device: Device, parameters: dict) -> Operation:
         costs={"forward": {unit: forward}, "forward_backward": {unit: forward + backward}},
         terms=dict.fromkeys(("out", *(f"d{each}" for each in names)), max(rows, columns)),
         implementations=IMPLEMENTATIONS[name],
-        baseline="ours",
         others=others,
     )
 
@@ -296,7 +294,7 @@ ADAMW_BYTES = 28
 
 
 @dataclass
-class Made(Watched):
+class Made(Operation):
     """An operation whose implementations make something, which stays from call to call.
 
     Each has twins, the first of them the most exact, which are given the same tensors.
@@ -402,7 +400,6 @@ class Optimizer(Made):
     """AdamW's step on fp32 parameters, each implementation's own; the twins are PyTorch's."""
 
     is_in_place = True
-    first_pass = "step"
     num_judged = 5
 
     def make(self, function: Callable) -> list[tuple]:
@@ -535,11 +532,11 @@ IMPLEMENTATIONS["adamw"] = IMPLEMENTATIONS["optimizer"]
 """By operation and name; `register` adds to them."""
 
 
-def watched(device: Device, parameters: dict) -> Watched:
-    """Returns the operation of a case, which is attention where it names none."""
+def watched(device: Device, parameters: dict) -> Operation:
+    """Returns the operation of a case, watched, which is attention where it names none."""
     operation = parameters.get("operation", "attention")
-    given = {"implementations": IMPLEMENTATIONS[operation], "baseline": "ours", "inputs": {}}
-    given |= {"formula": None, "device": device, "precision": parameters["precision"]}
+    given = {"device": device, "precision": parameters["precision"], "inputs": {}}
+    given |= {"implementations": IMPLEMENTATIONS[operation], "is_watched": True}
     if operation == "model":
         sizes = {name: parameters[name] for name in MODEL}
         config = ModelConfig("bench", "a case's", **sizes)
@@ -580,7 +577,7 @@ def watched(device: Device, parameters: dict) -> Watched:
             method="flush",
         )
     new = new_attention if operation == "attention" else row_operation
-    return Watched(**vars(new(device, parameters)) | {"baseline": "ours"})
+    return replace(new(device, parameters), baseline="ours", is_watched=True)
 
 
 # On a copy of the logits, as Liger's is run: both overwrite them by their gradient.
