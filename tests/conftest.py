@@ -10,6 +10,7 @@ import sys
 import tempfile
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -254,3 +255,11 @@ def on_a_cpu(request, monkeypatch):
     yield
     torch.set_num_threads(num_threads)
     torch.set_float32_matmul_precision(precision)
+
+
+@pytest.fixture
+def briefly_on_a_cpu(monkeypatch, on_a_cpu):
+    """The smoke profile's times are shorter still."""
+    from labkit.experiments.benchmarking import BENCHMARKING
+
+    monkeypatch.setitem(BENCHMARKING, "smoke", replace(BENCHMARKING["smoke"], time_limit_s=0.02))

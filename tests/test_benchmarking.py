@@ -3,7 +3,6 @@ nothing else.
 """
 
 import time
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch
 from chapters import CPU, in_section
 
 from labkit.configs import PHASES, model_config
-from labkit.experiments import benchmarking, step
+from labkit.experiments import step
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.step import RECIPES, Step, step_parameters
 from labkit.experiments.sweep import Case
@@ -25,10 +24,7 @@ THREE = {"num_warmup": 1, "min_samples": 3, "max_samples": 3, "time_limit_s": 1e
 measure = partial(chapters.measure, run_case)
 
 
-@pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch, on_a_cpu):
-    smoke = replace(benchmarking.BENCHMARKING["smoke"], time_limit_s=0.02)
-    monkeypatch.setitem(benchmarking.BENCHMARKING, "smoke", smoke)
+pytestmark = pytest.mark.usefixtures("briefly_on_a_cpu")
 
 
 def parameters(precision="fp32", compile="none") -> dict:

@@ -10,17 +10,14 @@ import pytest
 import torch
 from chapters import in_section
 
-from labkit.experiments import benchmarking, ceilings, sections
+from labkit.experiments import ceilings, sections
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.sweep import Case
 
 measure = partial(chapters.measure, run_case)
 
 
-@pytest.fixture(autouse=True)
-def this_device_is_a_cpu(monkeypatch, on_a_cpu):
-    smoke = replace(benchmarking.BENCHMARKING["smoke"], time_limit_s=0.02)
-    monkeypatch.setitem(benchmarking.BENCHMARKING, "smoke", smoke)
+pytestmark = pytest.mark.usefixtures("briefly_on_a_cpu")
 
 
 @pytest.fixture
@@ -33,11 +30,8 @@ def small_ceilings(monkeypatch):
 
 TIMER = Case("timer", {"kind": "negate"}, ("host", "independent"), 60.0)
 OF_PRODUCT = ({"m": 64, "n": 64, "k": 64}, "achieved_tflops", 2 * 64**3 / 1e12)
-OF_COPY = (
-    {"num_bytes": 2**20},
-    "achieved_gb_per_s",
-    2 * 2**20 / 1e9,
-)  # what is read and what is written
+# What is read and what is written.
+OF_COPY = ({"num_bytes": 2**20}, "achieved_gb_per_s", 2 * 2**20 / 1e9)
 
 
 def test_a_ceiling_is_a_rate_in_bursts_and_sustained(small_ceilings):

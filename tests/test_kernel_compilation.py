@@ -8,7 +8,9 @@ matrix products (notes C7510–C7515), which cost a tuned kernel more than any t
 
 import contextlib
 import functools
+import importlib
 import io
+import pkgutil
 import re
 import types
 from unittest import mock
@@ -19,9 +21,9 @@ import triton
 from conftest import more
 from triton.backends.compiler import GPUTarget
 
+import labkit.kernels
 from labkit.kernels import (
     adamw,
-    column_sums,
     cross_entropy,
     fused,
     gelu_mlp,
@@ -41,37 +43,31 @@ from labkit.kernels.norms import layer_norm, rms_norm
 
 # Bytes of shared memory that one program may take, by compute capability.
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+IS_TRITON_3_6 = triton.__version__.startswith("3.6.")
 # Up to 15 registers of a thread, of dK/dV of six products at D 32.
-SLICES_SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 15 * 4
+SLICES_SPILL_LIMIT = 0 if IS_TRITON_3_6 else 2 * 15 * 4
 # The head dimensions that are to be efficient, with a mask and without where they are a power of
 # two and common; 80 is 72 with a tail that needs no mask.
 TUNED = [(16, True), (32, True), (64, False), (72, True), (96, True), (128, False), (128, True)]
 # The tiles are tuned with triton 3.6, the release of torch 2.11, where none spills. The ptxas of
 # later releases places registers otherwise: at D 128, on the edge of 255 registers, up to 12 of a
 # thread's go to memory and back.
-SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 12 * 4
+SPILL_LIMIT = 0 if IS_TRITON_3_6 else 2 * 12 * 4
 # The backward in one pass holds all accumulators at once, on the edge of 240 registers. At D 64,
 # with tiles of 128 queries, triton 3.6 has no register for up to 22 values (4 bytes, stored and
 # loaded), and at D 128 for up to 10: most are a walk's at its begin and end, not its loop's. The
 # ptxas of later releases lacks up to 70 and 36.
-VALUES = {64: 22, 128: 10} if triton.__version__.startswith("3.6.") else {64: 70, 128: 36}
+VALUES = {64: 22, 128: 10} if IS_TRITON_3_6 else {64: 70, 128: 36}
 SINGLE_SPILL_LIMIT = {head_dim: 2 * values * 4 for head_dim, values in VALUES.items()}
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 
 KERNELS = ("forward", "dkdv", "dq")
 HOPPER_MODULES = (forward, one_pass)
 
-OTHER_MODULES = (
-    adamw,
-    column_sums,
-    cross_entropy,
-    gelu_mlp,
-    linear,
-    norms,
-    rotary,
-    swiglu,
-    weighted_sum,
-)
+OTHER_MODULES = [
+    importlib.import_module(f"labkit.kernels.{found.name}")
+    for found in pkgutil.iter_modules(labkit.kernels.__path__)
+]
 OTHER_KERNELS = {
     name: value
     for module in OTHER_MODULES
@@ -383,7 +379,7 @@ def test_every_other_kernel_compiles_and_fits(monkeypatch, capability, dtype, wi
             assert compiled.metadata.shared <= SHARED_LIMIT[capability], name
             # The longest rows of all do not fit in registers.
             limit = 4096 if width == norms.MAX_COLUMNS else 0
-            if triton.__version__.startswith("3.6.") and name == "norm_bwd_kernel":
+            if IS_TRITON_3_6 and name == "norm_bwd_kernel":
                 limit = max(limit, 216)  # of a LayerNorm alone, 1,600 wide, with an fp32 sum
             assert spilled_bytes(log) <= limit, name
             check_loads(name, compiled)
@@ -423,7 +419,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
     ids=str,
 )
 def test_the_hopper_forward_neither_spills_nor_serialises(head_dim, dtype, options, request):
-    is_low = triton.__version__.startswith("3.6.")
+    is_low = IS_TRITON_3_6
     if head_dim == 64 and options is CAUSAL and not is_low:
         # A known shortfall: with tiles taken from a counter ptxas of later releases moves 13
         # registers, not 12.
@@ -453,7 +449,7 @@ def test_the_hopper_forward_neither_spills_nor_serialises(head_dim, dtype, optio
 def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(
     head_dim, dtype, options, request
 ):
-    if head_dim == 64 and options is CAUSAL and not triton.__version__.startswith("3.6."):
+    if head_dim == 64 and options is CAUSAL and not IS_TRITON_3_6:
         # A known shortfall, as the forward's above.
         reason = "740 bytes spilled; 560 are allowed"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))

@@ -17,12 +17,13 @@ NOTEBOOK = "01_benchmarking"
 def record(session, median_ms=1.0, *, row="a", method="graph", **changed):
     content = {
         "section": "steps",
+        "phase": "forward",
         "metrics": {"median_ms": median_ms},
         "timer": {"method": method},
         "source": {"commit": "0123456"},
         "measurement_version": 2,
     }
-    known = {"notebook": NOTEBOOK, "case": {"row": row}, "phase": "forward", "device": "a-gpu"}
+    known = {"notebook": NOTEBOOK, "case": {"row": row}, "device": "a-gpu"}
     return Record(session=session, **known, **content | changed)
 
 
@@ -80,10 +81,13 @@ def test_every_kind_of_time_is_a_row_of_its_own(method, launch_ms, kinds):
 
 
 def test_a_step_waits_where_its_forward_does():
-    metrics = {"median_ms": 3.0, "host_median_ms": 3.0, "launch_median_ms": 3.0}
-    forward = [record(s, method="window", metrics=metrics) for s in ("s1", "s2")]
-    step = [replace(record(s, method="window"), phase="step") for s in ("s1", "s2")]
-    assert set(differences(*forward, *step)["kind"]) == {sessions.WAITING}
+    forward = {"metrics": dict.fromkeys(("median_ms", "host_median_ms", "launch_median_ms"), 3.0)}
+    rows = [
+        record(session, method="window", **changed)
+        for session in ("s1", "s2")
+        for changed in (forward, {"phase": "step"})
+    ]
+    assert set(differences(*rows)["kind"]) == {sessions.WAITING}
 
 
 def test_too_few_rows_of_a_kind_fail():
