@@ -65,9 +65,9 @@ def test_predicted_time_is_near_steps_it_was_not_fitted_to(measured, gpus):
     # With one device there is nothing to fit to when it is held out; another has a datasheet.
     assert plan.errors(measured, "device").empty
     every = plan.samples(gpus.values())
-    others = select(every[every["device"] != DEVICE], way="eager")
     error = plan.errors(every, "device")["error"].abs()
-    assert len(error) == len(others) and error.max() < 0.15
+    assert len(error) == len(select(every, way="eager"))
+    assert error.median() < 0.08 and error.quantile(0.95) < 0.15
     assert min(plan.fitted(measured, "ours").values()) >= 0
 
 
