@@ -212,7 +212,6 @@ COMPILE_PHASES = ("compile", "forward", "forward_backward", "train_step")
 EXECUTION_PHASES = ("train_step", "graph_step")
 """A training step as it is called, and the same replayed from one CUDA graph."""
 
-COURSE_PHASES = ("forward", "forward_backward", "train_step")
 WARMUP_PHASES = ("forward", "forward_backward")
 WARMUP_COUNTS = (0, 1, 2, 5)
 WARMUP_MEASURED_STEPS = 10

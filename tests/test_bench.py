@@ -25,7 +25,6 @@ from torch.optim.adamw import adamw
 from labkit.configs import ModelConfig, RequestError
 from labkit.experiments import bench, operations
 from labkit.experiments.contest import Implementation
-from labkit.kernels import course
 from labkit.models.transformer import TransformerLM
 
 IMPLEMENTATIONS = operations.IMPLEMENTATIONS
@@ -236,7 +235,7 @@ def test_what_is_wrong_has_no_time(monkeypatch, function, reason):
 
 @on_cpu
 def test_what_is_made_honestly_passes(monkeypatch):
-    made = {"adamw": in_place, "optimizer": course.AdamW}
+    made = {"adamw": in_place, "optimizer": torch.optim.AdamW}
     for operation, function in made.items():
         mine, other = outcome(monkeypatch, function, operation, "step")
         assert max(mine["budget_fraction"], other["budget_fraction"]) <= 1
@@ -409,7 +408,7 @@ def test_a_function_joins_the_contests_of_a_chapter(
 ):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(
-        "from labkit.kernels.course import attention\n"
+        "from labkit.kernels.reference import attention_reference as attention\n"
         "gated = lambda gate, up: gate.sigmoid() * gate * up\n"
     )
     settings = {"device": "this", "profile": "smoke", "output": tmp_path, "fresh": False}

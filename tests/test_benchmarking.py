@@ -16,7 +16,6 @@ from labkit.experiments import step
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.step import RECIPES, Step, step_parameters
 from labkit.experiments.sweep import Case
-from labkit.kernels import course
 from labkit.measure import timing
 from labkit.models.transformer import TransformerLM
 
@@ -55,11 +54,6 @@ def test_a_label_is_read_back_from_what_runs(change, differs):
     assert workload.described() == parameters()
     change(workload)
     assert workload.described() == parameters() | differs
-
-
-def test_a_courses_step_has_its_own_optimizer():
-    asked = step_parameters("nano", 32, "fp32", attention="course")
-    assert isinstance(Step(CPU, asked).optimizer, course.AdamW)
 
 
 def test_a_measurement_carries_the_label_of_what_ran(monkeypatch):

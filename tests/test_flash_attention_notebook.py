@@ -32,7 +32,7 @@ def test_ours_in_memory_is_what_auto_ran_at_the_next_shorter_length():
 @pytest.mark.slow
 def test_the_smoke_profile_runs_through(tmp_path):
     file = tmp_path / "own.py"
-    file.write_text("from labkit.kernels.course import attention as mine\n")
+    file.write_text("from labkit.kernels.reference import attention_reference as mine\n")
     narrowed = {"lengths": [128], "d_heads": [16, 64], "own": f"{file}:mine"}
     folder, _ = execute_smoke("06_flash_attention", tmp_path, **narrowed)
     assert "yours: mine" in (folder / "06_lengths.svg").read_text()

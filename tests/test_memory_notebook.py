@@ -2,9 +2,7 @@
 
 import pandas as pd
 import pytest
-from chapters import in_section, measure
 
-from labkit.experiments import memory
 from labkit.report import memory as report
 
 GIB = 2**30
@@ -45,10 +43,3 @@ def test_what_a_block_keeps_is_counted_by_operator():
     (block,) = report.kept(frame(row)).to_dict("records")
     assert (block["input_ratio"], block["five_fraction"]) == (5.0, 0.5)
     assert len(report.residuals(frame(row))) == 10, "what keeps nothing is left out"
-
-
-def test_a_steps_peak_counts_no_moment_twice(on_a_cpu):
-    """A course's optimizer makes its moments anew in every step, and frees the old ones."""
-    (case,) = in_section(memory.cases("smoke", "cpu"), "course")
-    first, second = (measure(memory.run_case, case)["train_step"] for _ in range(2))
-    assert first.metrics["peak_bytes"] == second.metrics["peak_bytes"]

@@ -2,7 +2,7 @@
 dimension and length.
 
 Sections: "ceilings" (measured anew each session), "attention" (forward and backward of every
-implementation), "course" (the formula as a course writes it), "transformer" (the backward pass of
+implementation), "transformer" (the backward pass of
 compiled models, which notebook 01 does not time apart), "masked" ("attention" with a causal mask,
 at few lengths).
 """
@@ -30,7 +30,6 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.step import load_compiler, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.kernels import course
 from labkit.kernels.attention import attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
 from labkit.measure.memory import storage_bytes
@@ -45,7 +44,7 @@ ATTENTION_PASSES = 100
 """Timed passes of one case, as published; a case that takes long is ended by its time limit before.
 """
 
-FORMULAS = {"eager": attention_reference, "course": course.attention}
+FORMULAS = {"eager": attention_reference}
 """On the tensors as they are; SDPA's kernels take four dimensions."""
 
 WITH_HEADS = {"compiled_heads"}
@@ -87,8 +86,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         if "compiled" in impls and precision != "tf32":
             for length in grid.heads_lengths:
                 add("attention", "compiled_heads", precision, grid.long_d_head, length)
-    for length in grid.course_lengths:
-        add("course", "course", "fp32", grid.long_d_head, length)
     for size, context in itertools.product(grid.model_sizes, grid.model_precisions):
         for precision in grid.model_precisions[context]:
             model = step_parameters(size, context, precision, compile="regional")
@@ -258,7 +255,7 @@ _calls = section(
 
 SECTIONS = {
     **CEILINGS,
-    **dict.fromkeys(("attention", "course", "masked"), _calls),
+    **dict.fromkeys(("attention", "masked"), _calls),
     "transformer": run_steps,
 }
 

@@ -96,8 +96,8 @@ OPERATIONS = [name for name in RIVALS if name != "weighted_sum"]
 USUAL = {
     "attention": "sdpa,sdpa_cudnn,fa3,ours",
     "model": "eager,sdpa,ours",
-    "adamw": "torch,course,ours",
-    "optimizer": "torch,course,ours",
+    "adamw": "torch,ours",
+    "optimizer": "torch,ours",
     "data_parallel": "alone,naive,ddp,ours",
 }
 """By operation the rivals where none are named."""

@@ -3,7 +3,7 @@ saves.
 
 Sections: "peaks" (every size, context and precision), "timeline" (every allocation of a step),
 "block" (what one block, or a part of it, keeps for its backward pass, compiled or not),
-"checkpointing" (blocks recomputed), "course" (peaks of the model as a course writes it).
+"checkpointing" (blocks recomputed).
 """
 
 import contextlib
@@ -71,9 +71,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     planned = Plan(grid)
     for shape in itertools.product(grid.sizes, grid.contexts, grid.precisions):
         planned.add("peaks", step_parameters(*shape), "inference", "forward", "train_step")
-    for shape in grid.course:
-        parameters = step_parameters(*shape, attention="course")
-        planned.add("course", parameters, "forward", "train_step")
     for shape in grid.timelines:
         planned.add("timeline", step_parameters(*shape), "inference", "train_step")
     for part, code in PARTS:
@@ -106,9 +103,7 @@ def resident(step: Step) -> list[Tensor]:
 def _make_state(step: Step, phase: str) -> None:
     """Makes what stays from step to step, before a phase."""
     if phase == "train_step":
-        # The optimizer's state, watched: on a CPU the size of what a step frees, as a course's
-        # optimizer frees its moments, is known only if it was allocated under watch.
-        measure_usage(step.train_step, step.device.kind)
+        step.train_step()  # makes the optimizer's state
     step.model.zero_grad()
 
 
@@ -250,7 +245,6 @@ def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
 
 SECTIONS = {
     "peaks": section(_measure_peak, open_step),
-    "course": section(_measure_peak, open_step),
     "timeline": section(_measure_timeline, open_step),
     "block": section(_measure_part),
     "checkpointing": section(_measure_checkpointing, open_step),

@@ -1,7 +1,7 @@
 """Notebook 02: where a step's time goes, kernel by kernel, from captures of Nsight Systems or
 torch.profiler.
 
-Sections: "profiles" and, of the model as a course writes it, "course": per size, context, precision
+Section "profiles": per size, context, precision
 and attention one capture of an inference and of a training step. Under nsys cases of one size and
 context share a capture, which costs more than most cases; of a capture that is cut off nothing is
 recorded. With torch.profiler the worker itself captures each phase.
@@ -90,8 +90,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
                 if attention == "eager" or context in grid.flash_contexts.get(precision, ())
             ]
             add("profiles", group, "inference", last)
-    for size, context in grid.course:
-        add("course", [(size, str(context), "fp32", "course")], "inference", "train_step")
     return planned
 
 
@@ -101,7 +99,7 @@ def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
     return _from_capture(nsys, device, case, phase)
 
 
-run_case = functools.partial(run_section, dict.fromkeys(("profiles", "course"), section(_measure)))
+run_case = functools.partial(run_section, {"profiles": section(_measure)})
 
 
 _captured: dict[tuple[str, ...], Measured | Exception] = {}

@@ -39,7 +39,6 @@ from labkit.experiments.contest import (
 )
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.sweep import Refused
-from labkit.kernels import course
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.adamw import FusedAdamW
 from labkit.kernels.attention import IMPLS, attention, unavailable_reason
@@ -521,12 +520,10 @@ IMPLEMENTATIONS["model"] = {
     "ours": _model("fused", "auto"),
     "eager": _model("eager", "eager"),
     "sdpa": _model("eager", "sdpa"),
-    "course": _model("course", "course"),
 }
 IMPLEMENTATIONS["optimizer"] = {
     "ours": Implementation(FusedAdamW),
     "torch": Implementation(functools.partial(torch.optim.AdamW, fused=True)),
-    "course": Implementation(course.AdamW),
 }
 IMPLEMENTATIONS["adamw"] = IMPLEMENTATIONS["optimizer"]
 """By operation and name; `register` adds to them."""

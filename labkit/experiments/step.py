@@ -30,7 +30,6 @@ from labkit.experiments.sections import (
     timed_with_peak,
 )
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.kernels import course
 from labkit.kernels.adamw import FusedAdamW
 from labkit.measure.timing import Timing, captured_once, on_capture_stream, time_callable
 from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_model_loss
@@ -60,11 +59,8 @@ def step_parameters(
     """Returns the parameters of a step's case, the same in every notebook so that their records
     share a table.
 
-    Those of the eager model do not name it: they were recorded before there was another. The model
-    as a course writes it has an attention of its own.
+    Those of the eager model do not name it: they were recorded before there was another.
     """
-    if attention == "course":
-        impl = "course"
     parameters = {
         "size": size,
         "context": context,
@@ -186,8 +182,6 @@ class Step:
     def optimizer(self) -> torch.optim.Optimizer:
         """AdamW, made at first use: its state is what does not fit first."""
         parameters = self.model.parameters()
-        if self.model.impl == "course":
-            return course.AdamW(parameters)
         if self.model.impl == "fused":
             return FusedAdamW(parameters)
         return torch.optim.AdamW(parameters, fused=True)

@@ -11,7 +11,7 @@
 | fa3 | FlashAttention-3, out of an installed xformers |
 | fa3_deterministic | the same, its gradients added in a fixed order, as ours are |
 | tiled, triton, gluon, auto | `flash_attention`; `resolve_impl` says which one auto is |
-| triton_compiled | forward as triton, backward by `course.attention_backward`, compiled |
+| triton_compiled | forward as triton, backward by `attention_backward`, compiled |
 | triton_ieee, triton_tf32 | as triton, fp32 products on the CUDA cores or as one of TF32 |
 
 A rival is imported when it is first asked for. What cannot run raises; nothing stands in for it.
@@ -33,10 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from labkit.kernels import course
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.fused import first_order, with_dense_rows
-from labkit.kernels.reference import attention_reference
+from labkit.kernels.reference import attention_backward, attention_reference
 
 SDPA_BACKENDS = {
     "sdpa_math": SDPBackend.MATH,
@@ -148,7 +147,7 @@ class CompiledBackwardFunction(torch.autograd.Function):
     @staticmethod
     @first_order("triton_compiled")
     def backward(ctx, grad_out: Tensor):
-        backward = _compiled(course.attention_backward)
+        backward = _compiled(attention_backward)
         return *backward(*ctx.saved_tensors, grad_out, ctx.causal), None
 
 

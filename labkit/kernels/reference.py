@@ -85,3 +85,19 @@ def attention_reference(
             ~visible_QK.any(dim=-1, keepdim=True), 0
         )
     return probabilities_BHQK @ v_BHKD
+
+
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients by q, k and v, the scores computed again from what a forward kernel
+    keeps.
+
+    Args:
+        q, k, v, out, grad_out: (..., length, D); lse: (..., length), log Σ exp of the scores, fp32.
+    """
+    scores, _ = _scores(q, k, causal, None, None)
+    weights = torch.exp(scores - lse[..., None]).to(q.dtype)
+    row_sums = (out * grad_out).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_out @ v.mT - row_sums) / math.sqrt(q.shape[-1])
+    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad_out

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.configs import RMS_NORM_EPS, ModelConfig, check_known
-from labkit.kernels import course
 from labkit.kernels.attention import IMPLS, attention
 from labkit.kernels.cross_entropy import linear_cross_entropy
 from labkit.kernels.norms import rms_norm
@@ -30,13 +29,12 @@ Stream = Tensor | tuple[Tensor, Tensor]
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     **{impl: functools.partial(attention, impl=impl) for impl in IMPLS},
-    "course": course.attention,
 }
 """Implementations of attention by the name that `TransformerLM(attention=...)` takes."""
 
-MODEL_IMPLS = ("eager", "fused", "course")
+MODEL_IMPLS = ("eager", "fused")
 """Of all but attention. fused: one kernel each for an addition and its norm, the rotation, SwiGLU's
-gate, the loss. course: SwiGLU's gate and the loss from plain operators.
+gate, the loss.
 """
 
 
@@ -126,13 +124,12 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
-        self.silu = course.silu if impl == "course" else F.silu
         self.is_fused = impl == "fused"
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_fused:
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -212,7 +209,6 @@ class TransformerLM(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        self.loss = course.cross_entropy if impl == "course" else language_model_loss
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if tokens_BT.shape[-1] > self.max_context:
@@ -227,7 +223,7 @@ class TransformerLM(nn.Module):
             return self.head(normed_BTC)
         if self.impl == "fused":
             return linear_cross_entropy(normed_BTC, self.head.weight, targets_BT)
-        return self.loss(self.head(normed_BTC), targets_BT)
+        return language_model_loss(self.head(normed_BTC), targets_BT)
 
 
 def language_model_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

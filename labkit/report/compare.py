@@ -47,9 +47,6 @@ TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20, 50, 100)
 ROOFS = {"bf16 products": "gemm, bf16", "copy": "copy"}
 """Of the roofs, those in the table of devices, and how their case begins."""
 
-NOT_COMPARED = (HOST_SECTION, "timer")
-"""Sections that say something of the host and of the timer."""
-
 APART = ["measured on", "why"]
 """What is said of a case that gets no ratio."""
 
@@ -98,7 +95,7 @@ def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Row]:
         frame = chapter.records(*{record.section for record in records})
         for record, row in zip(records, frame.to_dict("records"), strict=True):
             is_roof = record.section == SESSION_SECTION
-            if record.section in NOT_COMPARED or (is_roof and not name.startswith("01")):
+            if record.section == HOST_SECTION or (is_roof and not name.startswith("01")):
                 continue
             if is_roof:
                 row = _of_one_unit(row)

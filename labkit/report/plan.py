@@ -384,7 +384,7 @@ def _steps(
 
 def _setting(case: Row, way: str = "eager") -> Setting:
     """Returns the step of a case of the chapters."""
-    is_eager = case.get("attention", "eager") in ("eager", "course")
+    is_eager = case.get("attention", "eager") == "eager"
     return Setting(
         model_config(case["size"]),
         case.get("batch", BATCH_SIZE),

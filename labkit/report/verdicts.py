@@ -37,7 +37,6 @@ KIND_OF_METHOD = {
     "kineto cpu": CALL,
     "window": CALL,
     "host": CALL,
-    "independent": CALL,
 }
 """What kind of time each timer method gives."""
 
