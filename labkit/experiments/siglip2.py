@@ -3,8 +3,7 @@ beside its peers.
 
 Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, both passes, and
 both with AdamW, of a batch under every way to run the encoder), "profile" (their kernels),
-"modules" (each part of the encoder alone), "accuracy" (a shallow encoder against fp64), "kernels"
-(contests of the fused kernels).
+"accuracy" (a shallow encoder against fp64), "kernels" (contests of the fused kernels).
 
 A step is timed by replaying it from a CUDA graph, call by call, and back to back. Workload "A" is
 images of one size; "B" as many patches in images of many sizes.
@@ -41,25 +40,13 @@ from labkit.kernels import KERNEL_CLASSES
 from labkit.kernels.attention import FlashAttention3Function, unavailable_reason
 from labkit.measure.profiling import capture_with_kineto, launches
 from labkit.measure.timing import time_callable
-from labkit.models.siglip2 import (
-    ATTENTION,
-    EAGER,
-    IMPLS,
-    MASK_OPTIONS,
-    POSITIONS,
-    Siglip2Encoder,
-    add_and_norm,
-)
+from labkit.models.siglip2 import EAGER, IMPLS, MASK_OPTIONS, POSITIONS, Siglip2Encoder
 from labkit.numerics import DTYPES, relative_error
 
 MEASUREMENT_VERSION = 1
 
 STEP_PHASES = ("forward", "forward_backward", "step")  # the last with AdamW
 PASSES = STEP_PHASES[:2]
-MODULES = ("embeddings", "LayerNorm", "attention", "MLP", "layer")
-MODULE_IMPLS = ("cu_seqlens", "fused")
-"""Both from packed attention on: the original's FlexAttention is compared in whole steps."""
-
 COMPILED = " + compile"
 
 
@@ -85,11 +72,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
                 plan.add("steps", step, *STEP_PHASES, **options, compiles=compiles)
     for way in ("eager", "fused"):
         plan.add("profile", {**batch, "way": way}, *PASSES[1:])
-    module_phases = [f"{impl} {name}" for name in PASSES for impl in MODULE_IMPLS]
-    for precision in grid.modules if is_gpu else ("fp32",):
-        for module in MODULES:
-            part = {**batch, "precision": precision, "module": module}
-            plan.add("modules", part, *module_phases)
     for precision in grid.accuracy if is_gpu else ("fp32",):
         plan.add("accuracy", {"size": grid.size, "precision": precision}, *IMPLS)
     for operation, rows, columns in grid.kernels:
@@ -227,20 +209,20 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     ).last_hidden_state.flatten(0, 1)[places]
 
 
-# ---- steps, their floor and their parts ----------------------------------------------------------
+# ---- steps and their floor -----------------------------------------------------------------------
 
 
 class Work(NamedTuple):
     """What is timed of a case.
 
-    device: that it runs on. calls: functions of nothing by phase. flops: of a forward pass, 0 where
-    none are counted. is_captured: a CUDA graph can hold them, which read nothing from the device.
-    metrics: known before.
+    device: that it runs on. calls: functions of nothing by phase. flops: of a forward pass.
+    is_captured: a CUDA graph can hold them, which read nothing from the device. metrics: known
+    before.
     """
 
     device: Device
     calls: dict[str, Callable]
-    flops: int = 0
+    flops: int
     is_captured: bool = True
     metrics: Mapping[str, float] = {}
 
@@ -301,52 +283,13 @@ def _products(batch: Batch) -> Work:
     return Work(batch.device, calls, 2 * rows * num_weights)
 
 
-def _module(batch: Batch, module: str, impl: str) -> tuple[Callable, Callable]:
-    """Returns the forward pass of a part of the encoder, and both passes."""
-    config = dataclasses.replace(batch.config, num_layers=1)
-    model = Siglip2Encoder(config, impl).train().to(batch.grad)
-    values = torch.randn(2, *batch.grad.shape).to(batch.grad)
-    x, residual = (value.requires_grad_() for value in values)
-    packing = model.pack(batch.grids)
-    (layer,) = model.layers
-    norm = layer.layer_norm2
-    seed = torch.tensor(0, device=x.device) if model.step >= ATTENTION else None
-    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
-    part, inputs, forward = {
-        "embeddings": (
-            embeddings,
-            [],
-            lambda: (model.embed(batch.patches, batch.grids, packing),),
-        ),
-        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
-        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, packing, seed),)),
-        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
-        "layer": (layer, [x, residual], lambda: layer(x, residual, packing, seed)),
-    }[module]
-    # A part that is cut off from one of them raises.
-    leaves = [*inputs, *part.parameters()]
-    grads = [torch.randn_like(out) for out in forward()]
-    return forward, lambda: torch.autograd.grad(forward(), leaves, grads)
-
-
 def _live(make: Callable[[Batch], Work]) -> Callable:
     """Returns `make` as `section` takes it: of (device, case), in a context."""
     return lambda device, case: contextlib.nullcontext(make(Batch(device, case.parameters)))
 
 
-def _measure_module(device: Device, case: Case, phase: str) -> Measured:
-    impl, name = phase.split()
-    module = case.parameters["module"]
-    forward, both = _module(Batch(device, case.parameters), module, impl)
-    # The embeddings' first implementation reads its grids on the host.
-    calls = {phase: forward if name == "forward" else both}
-    return _measure(Work(device, calls, is_captured=module != "embeddings"), case, phase)
-
-
 def _measure(work: Work, case: Case, phase: str) -> Measured:
-    """Returns a call launched, replayed from a CUDA graph and, of counted FLOPs, run back to
-    back.
-    """
+    """Returns a call launched, replayed from a CUDA graph and run back to back."""
     device = work.device
     call = work.calls[phase]
     precision = case.parameters["precision"]
@@ -354,11 +297,8 @@ def _measure(work: Work, case: Case, phase: str) -> Measured:
     times, metrics = timed_with_peak(device, time_callable, call, **limits)
     if work.is_captured and device.kind == "cuda":
         times = timed(device, time_callable, call, method="graph", **limits)
-    if work.flops:
-        flops = work.flops * (1 if phase == "forward" else 3)
-        metrics |= rate_metrics(
-            device, case.ceilings, times.timing.median_ms, precision, flops=flops
-        )
+    flops = work.flops * (1 if phase == "forward" else 3)
+    metrics |= rate_metrics(device, case.ceilings, times.timing.median_ms, precision, flops=flops)
     if phase in case.sustained:
         metrics |= sustained_metrics(
             device,
@@ -447,7 +387,6 @@ SECTIONS = {
     "floor": section(_measure, _live(_products)),
     "steps": section(_measure, _live(_step)),
     "profile": section(_measure_profile, _live(_step)),
-    "modules": section(_measure_module),
     "accuracy": section(_measure_accuracy),
     "kernels": contest_section(row_operation),
 }
