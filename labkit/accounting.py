@@ -562,21 +562,6 @@ def attention_pairs(num_queries: int, num_keys: int, left: int, right: int) -> f
     return pairs - min(num_queries, num_keys) / 2 if right == 0 else pairs
 
 
-def weighted_sum_bytes(phase: str, rows: int, dim: int, element_bytes: int) -> int:
-    """Returns the fewest bytes that the weighted sum of `rows` rows of `dim` elements moves.
-
-    Forward reads the rows and the weight and writes the sums; backward reads the rows, the weight
-    and the sums' gradient and writes the gradients of the rows and the weight.
-
-    Args and Raises as in `attention_call_flops`.
-    """
-    forward = rows * dim + dim + rows
-    backward = forward + rows * dim + dim
-    elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
-    check_known("phase", phase, elements)
-    return element_bytes * elements[phase]
-
-
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 

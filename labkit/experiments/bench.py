@@ -90,9 +90,6 @@ WRAPPERS = ("ours", "alone", "naive", "flat", "overlapped", "ddp")
 RIVALS = IMPLEMENTATIONS | {"data_parallel": dict.fromkeys(WRAPPERS)}
 """By operation and name; of data_parallel ways of chapter 07, ours with buckets of 100 MB."""
 
-# The first kernel is a lesson, and its case is given in other words.
-OPERATIONS = [name for name in RIVALS if name != "weighted_sum"]
-
 USUAL = {
     "attention": "sdpa,sdpa_cudnn,fa3,ours",
     "model": "eager,sdpa,ours",
@@ -284,8 +281,7 @@ def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
     if notebook != "08_siglip2":
         return "attention", _entrant(own, FIGURES)
     operation, _, function = own.partition(":")
-    accepted = [name for name in OPERATIONS if name in DEFINITIONS]
-    check_known("operation of own, OPERATION:FILE.py:NAME,", operation, accepted)
+    check_known("operation of own, OPERATION:FILE.py:NAME,", operation, DEFINITIONS)
     return operation, _entrant(function, FIGURES)
 
 
@@ -341,7 +337,7 @@ def bench(
     Args:
         functions: "FILE.py:NAME", or what the top level of a file or of a notebook's cell defines,
             which imports all that it needs. The head of this module says what they must be.
-        op: one of OPERATIONS.
+        op: one of RIVALS.
         shape: sizes with an x between them, such as "8192x4096", as FORMS and ROWS name them; ""
             for those that suit the device.
         against: names of other implementations, with commas between them; "ours" is ours.
@@ -355,7 +351,7 @@ def bench(
     """
     if multiprocessing.parent_process():
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
-    check_known("operation", op, OPERATIONS)
+    check_known("operation", op, RIVALS)
     for name, value in {"shape": shape, "against": against}.items():
         if not isinstance(value, str):
             raise RequestError(f"{name} must be a text, got {value!r}")

@@ -2,12 +2,10 @@
 before it is timed.
 
 Sections: "ceilings" (measured anew each session), "algorithm" (online softmax on a small case),
-"weighted_sum" (the first Triton kernel), "speed" (the grid of lengths and head dimensions), "tiles"
-(the forward kernel over its tile sizes), "rivals" (the shapes on which everything is ranked),
-"memory" (peaks).
+"speed" (the grid of lengths and head dimensions), "tiles" (the forward kernel over its tile sizes),
+"rivals" (the shapes on which everything is ranked), "memory" (peaks).
 
-A case of "weighted_sum", "speed" and "rivals" is a contest. Shapes: B batch, H heads, S length, D
-head dimension.
+A case of "speed" and "rivals" is a contest. Shapes: B batch, H heads, S length, D head dimension.
 """
 
 import dataclasses
@@ -22,13 +20,7 @@ from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
-from labkit.experiments.operations import (
-    IMPLEMENTATIONS,
-    contest_case,
-    first_kernel,
-    new_attention,
-    triton_unavailable,
-)
+from labkit.experiments.operations import contest_case, new_attention
 from labkit.experiments.sections import Plan, empty_cache, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import flash_attention as labkit_flash
@@ -51,10 +43,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         parameters = {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}
         phases = ["errors"] if causal else ["errors", "trace"]
         plan.add("algorithm", parameters, *phases)
-    for rows, dim in grid.weighted_sums:
-        parameters = {"rows": rows, "dim": dim, "precision": "fp32"}
-        impls = IMPLEMENTATIONS["weighted_sum"]
-        plan.append(contest_case("weighted_sum", "weighted_sum", parameters, impls, **limits))
     for tile in grid.tiles:
         parameters = {**grid.tiles_shape, "precision": "bf16"}
         parameters |= zip(TILE_FIELDS, tile, strict=True)
@@ -132,9 +120,9 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
 
 def _measure_tile(device: Device, case: Case, phase: str) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
+    if device.kind != "cuda" and not labkit_flash.IS_INTERPRETED:
+        raise Skip(f"the Triton kernel needs a CUDA device; this is {device.kind}")
     operation = new_attention(device, case.parameters)
-    if reason := triton_unavailable(operation):
-        raise Skip(reason)
     tensors = [x.detach() for x in operation.inputs.values()]
     shipped = labkit_flash.resolve_tiles(*tensors[:2], **operation.options)
     tile = TileConfig(*(case.parameters[name] for name in TILE_FIELDS))
@@ -183,7 +171,6 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
 SECTIONS = {
     **CEILINGS,
     "algorithm": section(_measure_algorithm),
-    "weighted_sum": contest_section(first_kernel),
     "speed": contest_section(new_attention),
     "rivals": contest_section(new_attention),
     "tiles": section(_measure_tile),

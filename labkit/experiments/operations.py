@@ -48,7 +48,6 @@ from labkit.kernels.gelu_mlp import gelu_mlp
 from labkit.kernels.norms import layer_norm, rms_norm
 from labkit.kernels.rotary import rotary
 from labkit.kernels.swiglu import swiglu
-from labkit.kernels.weighted_sum import weighted_sum
 from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_model_loss
 
 EPS, VOCABULARY, HEAD = 1e-6, 10_000, 64
@@ -197,7 +196,6 @@ class Definition:
 
 
 DEFINITIONS = {
-    "weighted_sum": Definition(lambda x, weight: (x * weight).sum(dim=-1), weighted_sum),
     "rms_norm": Definition(
         _rms_norm, lambda x, weight, residual: rms_norm(x, weight, EPS, residual), (4, 4)
     ),
@@ -260,20 +258,6 @@ def row_operation(device: Device, parameters: dict) -> Operation:
         implementations=IMPLEMENTATIONS[name],
         others=others,
     )
-
-
-def first_kernel(device: Device, parameters: dict) -> Operation:
-    """Returns Σ_d x_nd w_d: the first kernel against the formula; ratios are to the kernel."""
-    rows, dim = parameters["rows"], parameters["dim"]
-    named = {"operation": "weighted_sum", "columns": dim}
-    operation = row_operation(device, parameters | named)
-    operation.baseline = "triton"
-    operation.terms = {"out": dim, "dx": 1, "dweight": rows}
-    size = (rows, dim, operation.dtype.itemsize)
-    operation.costs = {
-        name: {"num_bytes": accounting.weighted_sum_bytes(name, *size)} for name in PASSES
-    }
-    return operation
 
 
 # ---- what is made, and stays from call to call ---------------------------------------------------
@@ -426,14 +410,6 @@ class Optimizer(Made):
 # ---- implementations -----------------------------------------------------------------------------
 
 
-def triton_unavailable(operation: Operation) -> str | None:
-    """Returns why no kernel of ours runs on the device, None if they do."""
-    kind = operation.device.kind
-    if kind == "cuda" or labkit_flash.IS_INTERPRETED:
-        return None
-    return f"the Triton kernel needs a CUDA device; this is {kind}"
-
-
 _load = functools.cache(importlib.import_module)
 
 LIGER = {
@@ -473,8 +449,8 @@ def _peer(module: str, function: Callable | None) -> Implementation:
 
 @functools.cache
 def _compiled(operation: str) -> Callable:
-    mode = None if operation == "weighted_sum" else "max-autotune-no-cudagraphs"
     formula = DEFINITIONS[operation].formula
+    mode = "max-autotune-no-cudagraphs"
     return torch.compile(formula, fullgraph=True, dynamic=False, mode=mode)
 
 
@@ -497,11 +473,6 @@ def _attention(impl: str) -> Implementation:
 
 
 IMPLEMENTATIONS = {name: _implementations(name) for name in DEFINITIONS}
-IMPLEMENTATIONS["weighted_sum"] = {
-    "eager": IMPLEMENTATIONS["weighted_sum"]["eager"],
-    "compiled": IMPLEMENTATIONS["weighted_sum"]["compiled"],
-    "triton": Implementation(weighted_sum, triton_unavailable),
-}
 IMPLEMENTATIONS["attention"] = {impl: _attention(impl) for impl in IMPLS}
 IMPLEMENTATIONS["attention"]["ours"] = _attention("auto")
 
