@@ -2,9 +2,7 @@
 dimension and length.
 
 Sections: "ceilings" (measured anew each session), "attention" (forward and backward of every
-implementation), "transformer" (the backward pass of
-compiled models, which notebook 01 does not time apart), "masked" ("attention" with a causal mask,
-at few lengths).
+implementation), "masked" ("attention" with a causal mask, at few lengths).
 """
 
 import contextlib
@@ -28,7 +26,7 @@ from labkit.experiments.sections import (
     section,
     timed,
 )
-from labkit.experiments.step import load_compiler, run_steps, step_parameters
+from labkit.experiments.step import load_compiler
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.attention import attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
@@ -86,10 +84,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         if "compiled" in impls and precision != "tf32":
             for length in grid.heads_lengths:
                 add("attention", "compiled_heads", precision, grid.long_d_head, length)
-    for size, context in itertools.product(grid.model_sizes, grid.model_precisions):
-        for precision in grid.model_precisions[context]:
-            model = step_parameters(size, context, precision, compile="regional")
-            plan.add("transformer", model, "backward", compiles=True)
     for precision in ("fp32", "bf16"):
         for impl, length in itertools.product(grid.series.get(precision, ()), grid.masked_lengths):
             if impl != "compiled" or length in grid.compiled_lengths:
@@ -253,10 +247,6 @@ _calls = section(
     _measure, lambda device, case: contextlib.nullcontext(AttentionCall(device, case.parameters))
 )
 
-SECTIONS = {
-    **CEILINGS,
-    **dict.fromkeys(("attention", "masked"), _calls),
-    "transformer": run_steps,
-}
+SECTIONS = {**CEILINGS, **dict.fromkeys(("attention", "masked"), _calls)}
 
 run_case = functools.partial(run_section, SECTIONS)
