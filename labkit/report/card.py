@@ -13,7 +13,15 @@ from labkit import notebooks
 from labkit.configs import SIZES
 from labkit.records import Record
 from labkit.report import facts, figures, sessions, tables, verdicts
-from labkit.report.chapter import Chapter, Chapters, commits_of, dates_of, torch_of, versions_of
+from labkit.report.chapter import (
+    Chapter,
+    Chapters,
+    commits_of,
+    dates_of,
+    shown_records,
+    torch_of,
+    versions_of,
+)
 from labkit.report.frame import Row, by_way, cell, only, select, size_name, usable
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
 from labkit.report.verdicts import BETWEEN, CALL, DEVICE, WITHIN
@@ -363,7 +371,7 @@ def provenance(chapters: Chapters) -> str:
     """
     first = first_of(chapters)
     every = [record for chapter in chapters.values() for record in chapter.every_record()]
-    shown = [record for chapter in chapters.values() for record in chapter.all_records()]
+    shown = shown_records(chapters)
     lines = [
         f"Device: {_machine(first)}.",
         *(f"Lacking: {name}: {text}." for name, text in first.environment.get("lacks", {}).items()),

@@ -316,6 +316,11 @@ def _commit(record: Record) -> str:
     return record.source.get("commit", "")
 
 
+def shown_records(chapters: Chapters) -> list[Record]:
+    """Returns the shown records of all chapters."""
+    return [record for chapter in chapters.values() for record in chapter.all_records()]
+
+
 def dates_of(records: Iterable[Record]) -> str:
     """Returns "2026-11-21 to 2026-11-23", one date where both are the same, "" where none is
     recorded.

@@ -30,7 +30,15 @@ from labkit.records import (
 from labkit.report import figures, tables, verdicts
 from labkit.report import page as html
 from labkit.report.card import first_of
-from labkit.report.chapter import Chapters, chapters_of, commits_of, dates_of, torch_of
+from labkit.report.chapter import (
+    Chapters,
+    chapters_of,
+    commits_of,
+    dates_of,
+    shown_records,
+    torch_of,
+    versions_of,
+)
 from labkit.report.facts import LEAST_MS, case_name
 from labkit.report.frame import Row, mark, select
 from labkit.report.text import count, gib, listing, number, span, times
@@ -189,6 +197,9 @@ class Comparison:
             # A device measured twice: the second is named by the folder that it lies in.
             self.other += f" in {first_of(other).folder.parent.name}"
         self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
+        versions = [versions_of("labkit", shown_records(chapters)) for chapters in (base, other)]
+        if versions[0] != versions[1]:
+            self.sources += " Rows of labkit's own kernels compare its versions, too."
         names = self.base, self.other
         ours = _measurements(base)
         theirs = _measurements(other)
@@ -338,9 +349,10 @@ def figure(comparison: Comparison, chapter: str) -> Figure:
 
 def provenance(name: str, chapters: Chapters) -> str:
     """Returns which software measured a device, when, and from which commit."""
-    records = [record for chapter in chapters.values() for record in chapter.all_records()]
+    records = shown_records(chapters)
     parts = [
         *torch_of(records),
+        f"labkit {versions_of('labkit', records)}",
         dates_of(records),
         count(len({record.session for record in records}), "session"),
         f"commit {commits_of(records)}",
