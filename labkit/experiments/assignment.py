@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from labkit import guard
 from labkit.configs import RequestError
 from labkit.experiments import course_adapters, course_tests
-from labkit.experiments.bench import OPERATIONS, bench
+from labkit.experiments.bench import RIVALS, bench
 
 CONTESTS = {
     "get_flashattention_autograd_function_pytorch": "attention",
@@ -186,7 +186,7 @@ def contests(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "course.py")
         file.write_text(entrants_source(checkout, names), encoding="utf-8")
-        for op in OPERATIONS:
+        for op in RIVALS:
             functions = [f"{file}:{name}" for name in names if CONTESTS[name] == op]
             if functions:
                 yield bench(*functions, op=op, output=output, timeout_s=timeout_s)
