@@ -103,9 +103,10 @@ def test_small_kernels_memory_models_and_few_cases_are_no_finding():
         compare(pair(0.4, 0.2), BASE, OTHER),
         compare(memory, BASE, OTHER, value="peak_bytes"),
         compare(pair(size="nano"), BASE, OTHER),
-        compare_all(pair(), BASE, OTHER, ["size"]),
     ):
         assert "Too small" in said(fact, "{value}", **TEXTS)
+    few = compare_all(pair(), BASE, OTHER, ["size"])
+    assert said(few, ahead="Ahead {range}.") == "Ahead 2.00× (2.7b)."
 
 
 def tally(*other_ms):

@@ -81,7 +81,7 @@ that the host holds up are widened by what hosts were seen to differ, up to \
 {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy.
 - No verdict rests on two times under {facts.LEAST_MS:.0f} ms or two memories under {
-    facts.LEAST_BYTES / 2**20:.0f} MiB; no range is of fewer than {facts.LEAST_CASES} cases.
+    facts.LEAST_BYTES / 2**20:.0f} MiB; fewer than {facts.LEAST_CASES} cases are named, not counted.
 - A session is one run of one chapter.
 - GB/s: 10⁹ bytes a second. GiB: 2³⁰ bytes. A multiply-add: two FLOPs."""
 

@@ -197,8 +197,7 @@ class Comparison:
             # A device measured twice: the second is named by the folder that it lies in.
             self.other += f" in {first_of(other).folder.parent.name}"
         self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
-        versions = [versions_of("labkit", shown_records(chapters)) for chapters in (base, other)]
-        if versions[0] != versions[1]:
+        if len({versions_of("labkit", shown_records(side)) for side in (base, other)}) > 1:
             self.sources += " Rows of labkit's own kernels compare its versions, too."
         names = self.base, self.other
         ours = _measurements(base)
@@ -212,8 +211,7 @@ class Comparison:
             measured = [name for name, row in sides if row and row["status"] == "ok"]
             if not measured:
                 continue
-            items = json.loads(case).items()
-            words = case_name(dict(sorted(items, key=lambda item: item[0] != "size")))
+            words = case_name(json.loads(case))
             head = {"chapter": chapter, "section": section, "case": words, "phase": phase}
             why = _hindrance(*pair)
             if why:

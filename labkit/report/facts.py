@@ -120,9 +120,9 @@ def quantity(row: Row, value: str, unit: str = "") -> Quantity:
 
 
 def case_name(case: Row) -> str:
-    """Returns a case in words: "2.7b (3.4 B), bf16, context 512"."""
+    """Returns a case in words, the size first: "2.7b (3.4 B), bf16, context 512"."""
     words = []
-    for name, value in case.items():
+    for name, value in sorted(case.items(), key=lambda item: item[0] != "size"):
         if name == "size":
             words.append(size_name(value))
         elif isinstance(value, bool):
@@ -153,7 +153,9 @@ def _missing(frame: pd.DataFrame, case: Row) -> str:
     rows = select(frame, **case)
     failures = [] if rows.empty else sorted(set(rows["status"]) - {"ok"})
     words = ", ".join(failures).replace("oom", "out of memory")
-    return f"{case_name(case)} ({words})" if words else case_name(case)
+    # In one order, so that two sentences that lack one row say so once.
+    name = case_name(dict(sorted(case.items())))
+    return f"{name} ({words})" if words else name
 
 
 def compare(
@@ -229,8 +231,8 @@ def compare_all(
 
     Returns:
         numbers: total; ahead, level, behind, undecided (counts); range ("1.31× to 1.52×", or the
-            two end cases by name where they differ by more than WIDEST_RANGE), least and most (a
-            ratio and its case); left_out ("; 3 smaller: 0.88× to 1.62×", "" for none).
+            two end cases by name where they differ by more than WIDEST_RANGE or are all), least and
+            most (a ratio and its case); left_out ("; 3 smaller: 0.88× to 1.62×", "" for none).
     """
     cases = ok_rows(frame, **case).reindex(columns=list(keys)).drop_duplicates().to_dict("records")
     facts = {}
@@ -254,6 +256,11 @@ def compare_all(
     named = [f"{ratio} ({words})" for ratio, words in (ordered[0], ordered[-1])]
     counts = Counter(fact.verdict for fact in facts.values())
     narrow = most.value <= WIDEST_RANGE * least.value
+    reach = f"{least} to {most}" if narrow else " to ".join(named)
+    verdict = next(iter(counts)) if len(counts) == 1 else MIXED
+    is_few = len(facts) < LEAST_CASES
+    if is_few:
+        reach = " and ".join(dict.fromkeys(named))
     left_out = ""
     if small:
         ends = dict.fromkeys([str(min(small)), str(max(small))])
@@ -262,7 +269,7 @@ def compare_all(
         "total": Quantity(len(facts), "count"),
         "left_out": left_out,
         **{verdict: Quantity(counts[verdict], "count") for verdict in verdicts.VERDICTS},
-        "range": f"{least} to {most}" if narrow else " to ".join(named),
+        "range": reach,
         "least": named[0],
         "most": named[1],
         "value": f"{counts[verdicts.AHEAD]} of {len(facts)}",
@@ -270,8 +277,8 @@ def compare_all(
     return Fact(
         case_name(case),
         numbers,
-        next(iter(counts)) if len(counts) == 1 else MIXED,
-        small=len(facts) < LEAST_CASES,
+        verdict,
+        small=is_few and verdict in (MIXED, verdicts.UNDECIDED),
         plain=plain,
         marked=any(fact.marked for fact in facts.values()),
     )
