@@ -37,6 +37,7 @@ KIND_OF_METHOD = {
     "kineto cpu": CALL,
     "window": CALL,
     "host": CALL,
+    "independent": CALL,  # of records until 0.2.0
 }
 """What kind of time each timer method gives."""
 
