@@ -645,7 +645,7 @@ def course(
     print("Tests: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     filled, empty = assignment.adapters_of(checkout)
     print(f"Empty adapters: {', '.join(empty) or 'none'}")
-    print(f"In contests, of those named there: {', '.join(filled) or 'none'}", flush=True)
+    print(f"In contests, if adapters.py names them: {', '.join(filled) or 'none'}", flush=True)
     for frame in assignment.contests(checkout, filled if contests else [], folder, timeout):
         print(frame.to_markdown(index=False, floatfmt=".3g"), flush=True)
     if failed:

@@ -197,7 +197,7 @@ class Comparison:
             # A device measured twice: the second is named by the folder that it lies in.
             self.other += f" in {first_of(other).folder.parent.name}"
         self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
-        if len({versions_of("labkit", shown_records(side)) for side in (base, other)}) > 1:
+        if len({versions_of("labkit", shown_records(one)) for one in (base, other)}) > 1:
             self.sources += " Rows of labkit's own kernels compare its versions, too."
         names = self.base, self.other
         ours = _measurements(base)
