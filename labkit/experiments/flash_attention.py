@@ -16,7 +16,7 @@ import torch
 import triton.errors
 
 from labkit import numerics
-from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid
+from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
@@ -56,7 +56,12 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     # Shape by shape what is timed in turn, and what is timed alone.
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
-            here = [impl for impl in impls if length in _lengths(grid, impl, precision, d_head)]
+            all_lengths = {d_head: grid.lengths}
+            here = [
+                impl
+                for impl in impls
+                if length in grid.by_shape.get(impl, all_lengths).get(d_head, ())
+            ]
             shape = _one_head(length, d_head, precision)
             if here:
                 in_turn = [impl for impl in here if impl not in MATERIALISING]
@@ -79,14 +84,6 @@ def _one_head(length: int, d_head: int, precision: str, causal: bool = True) -> 
     """Returns the parameters of attention at batch 1 with one head."""
     shape = {"batch": 1, "heads": 1, "length": length, "d_head": d_head}
     return {**shape, "causal": causal, "precision": precision}
-
-
-def _lengths(grid: Grid, impl: str, precision: str, d_head: int) -> tuple[int, ...]:
-    """Returns the lengths at which an implementation is measured."""
-    for key in (f"{precision} {impl}", impl, precision):
-        if key in grid.by_shape:
-            return grid.by_shape[key].get(d_head, ())
-    return grid.by_shape.get("any", {}).get(d_head, grid.lengths)
 
 
 def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:

@@ -102,15 +102,11 @@ SHAPE = ("batch", "heads", "length", "d_head", "causal", "precision")
 
 
 def new_attention(device: Device, parameters: dict) -> Operation:
-    """Returns attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel
-    that is told to.
-    """
+    """Returns attention on one shape; ratios are to what "auto" runs there."""
     empty_cache()
     *size, causal, precision = (parameters[name] for name in SHAPE)
     q, k, v, grad_out = draw(device.kind, precision, *4 * [size])
     baseline = labkit_flash.resolve_impl(q)
-    if precision == "tf32" and baseline == "triton":
-        baseline = "triton_tf32"
     batch, heads, length, d_head = size
     call = (batch * heads, length, d_head)
     return Operation(
