@@ -79,7 +79,7 @@ def main() -> None:
 
         app()
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except (RequestError, NotebookError, RecordError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR if isinstance(error, RequestError) else 1)

@@ -19,6 +19,11 @@ SECTION = TEXT.split("## Three small changes")[1].split("\n## ")[0]
 SIZE, IMPLEMENTATION, FINDING = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 
 
+def test_each_change_is_at_most_fifteen_lines():
+    for source in (SIZE, IMPLEMENTATION, FINDING):
+        assert len(source.strip().splitlines()) <= 15
+
+
 def test_a_size_is_one_line(monkeypatch):
     (config,) = eval(SIZE, {"ModelConfig": ModelConfig})
     monkeypatch.setitem(configs.SIZES, config.name, config)

@@ -75,15 +75,16 @@ def cases(profile: str, device_kind: str) -> list[Case]:
 
     # A series of rising lengths after the other.
     for precision, impls in grid.series.items():
-        for impl in impls:
+        for impl, d_head in itertools.product(impls, grid.d_heads):
+            is_long = d_head == grid.long_d_head
             # A course's grid of widths is of the formula and its compiled form in fp32.
-            has_widths = precision == "fp32" and impl in ("eager", "compiled")
-            for d_head in grid.d_heads if has_widths else (grid.long_d_head,):
-                series = grid.compiled_lengths if impl == "compiled" else grid.lengths
-                if impl == "eager" or d_head == grid.long_d_head:
-                    series = (*series, *grid.long_lengths.get(precision, ()))
-                for length in series:
-                    add("attention", impl, precision, d_head, length)
+            if not is_long and (precision != "fp32" or impl not in ("eager", "compiled")):
+                continue
+            series = grid.compiled_lengths if impl == "compiled" else grid.lengths
+            if impl == "eager" or is_long:
+                series = (*series, *grid.long_lengths.get(precision, ()))
+            for length in series:
+                add("attention", impl, precision, d_head, length)
         if "compiled" in impls and precision != "tf32":
             for length in grid.heads_lengths:
                 add("attention", "compiled_heads", precision, grid.long_d_head, length)

@@ -18,14 +18,8 @@ from labkit.configs import (
     STEP_PHASES,
     WARMUP_PHASES,
 )
-from labkit.experiments.ceilings import (
-    CEILINGS,
-    ceiling_cases,
-)
-from labkit.experiments.sections import (
-    Plan,
-    run_section,
-)
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases
+from labkit.experiments.sections import Plan, run_section
 from labkit.experiments.step import run_steps, step_parameters
 from labkit.experiments.sweep import Case
 

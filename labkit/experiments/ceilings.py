@@ -6,14 +6,13 @@ Each rate is taken in bursts and sustained. An experiment takes its "ceilings" s
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from labkit import numerics
 from labkit.device import Device
 from labkit.experiments.sections import (
-    Timed,
     rate_metrics,
     section,
     sustained_metrics,
@@ -64,8 +63,8 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
     described = dict(case.parameters)
     precision = described["precision"]
     if described["kind"] == "copy":
-        target, source = copy_buffers(device)
-        call = functools.partial(target.copy_, source)
+        source = torch.randn(COPY_BYTES[device.kind] // 4, device=device.kind)
+        call = functools.partial(torch.empty_like(source).copy_, source)
         work = {"num_bytes": 2 * source.nbytes}
         observed = {"num_bytes": source.nbytes}
     else:
@@ -77,12 +76,12 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
         work = {"flops": 2 * n**3}
         described["precision"] = numerics.live_precision(a.dtype)
         observed = {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
-    samples = {}
+    options = {"device_kind": device.kind, "time_limit_s": CEILING_TIME_S[device.kind]}
     if device.kind == "cuda":
         # At its power limit, by what ran before or by many calls, a GPU is up to a fifth slower.
         time.sleep(1)
-        samples = {"min_samples": 10, "max_samples": 10}
-    times = timed_call(device, call, **samples)
+        options |= {"min_samples": 10, "max_samples": 10}
+    times = timed(device, time_callable, call, **options)
     metrics = rate_metrics(device, {}, times.timing.median_ms, precision, **work)
     metrics |= sustained_metrics(device, times, call, **work)
     return times.measured(metrics, described, observed)
@@ -90,15 +89,3 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
 
 CEILINGS = {SESSION_SECTION: section(_measure)}
 """The section, as an experiment's table takes it."""
-
-
-def timed_call(device: Device, function: Callable, *inputs: torch.Tensor, **options) -> Timed:
-    """Returns the times of `function(*inputs)` within the limit of a ceiling."""
-    options |= {"device_kind": device.kind, "time_limit_s": CEILING_TIME_S[device.kind]}
-    return timed(device, time_callable, function, inputs=[inputs], **options)
-
-
-def copy_buffers(device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a target and a source of COPY_BYTES each."""
-    source = torch.randn(COPY_BYTES[device.kind] // 4, device=device.kind)
-    return torch.empty_like(source), source

@@ -1,10 +1,10 @@
 """Notebook 02: where a step's time goes, kernel by kernel, from captures of Nsight Systems or
 torch.profiler.
 
-Section "profiles": per size, context, precision
-and attention one capture of an inference and of a training step. Under nsys cases of one size and
-context share a capture, which costs more than most cases; of a capture that is cut off nothing is
-recorded. With torch.profiler the worker itself captures each phase.
+Section "profiles": per size, context, precision and attention one capture of an inference and of a
+training step. Under nsys cases of one size and context share a capture, which costs more than most
+cases; of a capture that is cut off nothing is recorded. With torch.profiler the worker itself
+captures each phase.
 
 A step is captured twice, after one step that warms up: first with ranges around every block, norm
 and attention, then with the phases' ranges alone. Times and launches come from the second, which
@@ -66,20 +66,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = NSYS_ANALYSIS[profile]
     planned = []
-
-    def add(section: str, group: list[tuple[str, ...]], *phases: str) -> None:
-        together = tuple((*shape, phase) for shape in group for phase in phases)
-        for shape in group:
-            case = ProfiledCase(
-                section,
-                parameters_of(*shape),
-                phases,
-                grid.case_timeout_s,
-                stop_at_failure=True,
-                together=together,
-            )
-            planned.append(case)
-
     for size in grid.sizes:
         last = "forward_backward" if size in grid.without_optimizer else "train_step"
         for context in grid.contexts:
@@ -89,7 +75,18 @@ def cases(profile: str, device_kind: str) -> list[Case]:
                 for attention in ("eager", FLASH)
                 if attention == "eager" or context in grid.flash_contexts.get(precision, ())
             ]
-            add("profiles", group, "inference", last)
+            phases = ("inference", last)
+            together = tuple((*shape, phase) for shape in group for phase in phases)
+            for shape in group:
+                case = ProfiledCase(
+                    "profiles",
+                    parameters_of(*shape),
+                    phases,
+                    grid.case_timeout_s,
+                    stop_at_failure=True,
+                    together=together,
+                )
+                planned.append(case)
     return planned
 
 

@@ -28,7 +28,7 @@ Stream = Tensor | tuple[Tensor, Tensor]
 """
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {
-    **{impl: functools.partial(attention, impl=impl) for impl in IMPLS},
+    impl: functools.partial(attention, impl=impl) for impl in IMPLS
 }
 """Implementations of attention by the name that `TransformerLM(attention=...)` takes."""
 

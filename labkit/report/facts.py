@@ -255,12 +255,14 @@ def compare_all(
     most = ordered[-1][0]
     named = [f"{ratio} ({words})" for ratio, words in (ordered[0], ordered[-1])]
     counts = Counter(fact.verdict for fact in facts.values())
-    narrow = most.value <= WIDEST_RANGE * least.value
-    reach = f"{least} to {most}" if narrow else " to ".join(named)
     verdict = next(iter(counts)) if len(counts) == 1 else MIXED
     is_few = len(facts) < LEAST_CASES
     if is_few:
         reach = " and ".join(dict.fromkeys(named))
+    elif most.value <= WIDEST_RANGE * least.value:
+        reach = f"{least} to {most}"
+    else:
+        reach = " to ".join(named)
     left_out = ""
     if small:
         ends = dict.fromkeys([str(min(small)), str(max(small))])
@@ -268,7 +270,7 @@ def compare_all(
     numbers = {
         "total": Quantity(len(facts), "count"),
         "left_out": left_out,
-        **{verdict: Quantity(counts[verdict], "count") for verdict in verdicts.VERDICTS},
+        **{name: Quantity(counts[name], "count") for name in verdicts.VERDICTS},
         "range": reach,
         "least": named[0],
         "most": named[1],
