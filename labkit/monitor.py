@@ -227,8 +227,9 @@ class Reading(NamedTuple):
 
 
 def _throttle_reasons(masks: list[int]) -> list[str]:
-    reasons = THROTTLE_REASONS.items()
-    return sorted(text for bit, text in reasons if any(mask & bit for mask in masks))
+    return sorted(
+        text for bit, text in THROTTLE_REASONS.items() if any(mask & bit for mask in masks)
+    )
 
 
 class Monitor:

@@ -837,11 +837,12 @@ def test_hopper_kernels_are_within_the_budget(case):
 
 @on_hopper
 @pytest.mark.parametrize("shape", [(1, 5, 5), (3, 6, 2)], ids=str)
-@pytest.mark.parametrize("run", [1, 4])
-def test_tiles_in_runs_are_within_the_budget(shape, run, monkeypatch):
+@pytest.mark.parametrize("programs", [3, 8])
+def test_programs_in_waves_are_within_the_budget(shape, programs, monkeypatch):
     monkeypatch.setattr(forward, "DYNAMIC_FROM", 0)
-    monkeypatch.setattr(forward, "even_section", lambda *_: 2)
-    monkeypatch.setattr(forward, "run_of", lambda _: run)
+    for module in (forward, one_pass):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda _: programs)
+        monkeypatch.setattr(module, "even_section", lambda *_: 2)
     case = Case((*shape, 1200, 1300, 128), causal=True, dtype="bfloat16")
     check(measure(case, "gluon", "cuda"))
 

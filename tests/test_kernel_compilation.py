@@ -54,10 +54,10 @@ TUNED = [(16, True), (32, True), (64, False), (72, True), (96, True), (128, Fals
 # thread's go to memory and back.
 SPILL_LIMIT = 0 if IS_TRITON_3_6 else 2 * 12 * 4
 # The backward in one pass holds all accumulators at once, on the edge of 240 registers. At D 64,
-# with tiles of 128 queries, triton 3.6 has no register for up to 22 values (4 bytes, stored and
+# with tiles of 128 queries, triton 3.6 has no register for up to 21 values (4 bytes, stored and
 # loaded), and at D 128 for up to 10: most are a walk's at its begin and end, not its loop's. The
-# ptxas of later releases lacks up to 70 and 36.
-VALUES = {64: 22, 128: 10} if IS_TRITON_3_6 else {64: 70, 128: 36}
+# ptxas of later releases lacks up to 16 and 39.
+VALUES = {64: 21, 128: 10} if IS_TRITON_3_6 else {64: 16, 128: 39}
 SINGLE_SPILL_LIMIT = {head_dim: 2 * values * 4 for head_dim, values in VALUES.items()}
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 
@@ -133,6 +133,7 @@ def compile_plan(
             (forward, "num_splits_of", lambda *_: num_splits),
             (plan, "_is_elsewhere", lambda _: False),
             *((one, "num_multiprocessors", lambda _: programs) for one in HOPPER_MODULES),
+            (forward, "l2_cache_bytes", lambda _: 50 << 20),
             (plan.Layout, "empty", on_meta),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -445,13 +446,7 @@ def test_the_hopper_forward_neither_spills_nor_serialises(head_dim, dtype, optio
     ],
     ids=str,
 )
-def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(
-    head_dim, dtype, options, request
-):
-    if head_dim == 64 and options is CAUSAL and not IS_TRITON_3_6:
-        # A known shortfall, as the forward's above.
-        reason = "740 bytes spilled; 560 are allowed"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim, dtype, options):
     asked = {"impl": "gluon", "only": ("hopper_bwd_single_kernel",)}
     ((compiled, log),) = compile_plan(90, head_dim, dtype, **asked, **options).values()
     check_gluon(compiled, log, SINGLE_SPILL_LIMIT.get(head_dim, SPILL_LIMIT))

@@ -9,8 +9,6 @@ KERNEL_CLASSES = {
     "hopper_fwd_kernel": "attention",
     "norm_bwd_kernel": "normalisation",
     "norm_fwd_kernel": "normalisation",
-    "weighted_sum_bwd_kernel": "reduction",
-    "weighted_sum_fwd_kernel": "reduction",
     "write_addresses_kernel": "optimizer",
 }
 """Class, in a profile, of each kernel here that `measure.profiling` cannot tell by its name."""

@@ -26,6 +26,12 @@ def num_multiprocessors(device_index: int | None) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+@functools.cache
+def l2_cache_bytes(device_index: int) -> int:
+    """Returns the size of a CUDA device's L2 cache."""
+    return torch.cuda.get_device_properties(device_index).L2_cache_size
+
+
 class Launch:
     """A Triton or Gluon kernel with its grid, its numbers and its constants: called with the
     arguments before them.

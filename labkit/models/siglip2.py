@@ -368,7 +368,22 @@ class Siglip2Encoder(nn.Module):
         images = grids
         if self.step > EAGER and not isinstance(grids, Packing):
             images = self.pack(grids)
-        x_MC = self.embed(patches_MK, grids, images)
+        x_MC = self.patch_embedding(patches_MK)
+        table_PC = self.position_embedding.weight
+        if self.step < POSITIONS:
+            positions = interpolated_positions(table_PC, grids, self.config.position_side)
+        else:
+            positions = images.positions
+        if len(positions) != len(x_MC):
+            raise ValueError(
+                f"grids of {len(positions)} patches; accepted: of as many as there are, {len(x_MC)}"
+            )
+        if self.step < POSITIONS:
+            x_MC = x_MC + positions
+        else:
+            # Under autocast patches come in 16 bits and leave in those of the table, as the other
+            # implementations' do.
+            x_MC = x_MC.to(table_PC.dtype).addmm_(positions, table_PC)
         seeds = [None] * len(self.layers)
         if self.training and self.config.dropout and self.step >= ATTENTION:
             seeds = torch.randint(2**63 - 1, (len(self.layers),), device=x_MC.device).unbind()
@@ -376,27 +391,6 @@ class Siglip2Encoder(nn.Module):
         for layer, seed in zip(self.layers, seeds, strict=True):
             x_MC, residual_MC = layer(x_MC, residual_MC, images, seed)
         return add_and_norm(self.post_layernorm, x_MC, residual_MC, self.step)[0]
-
-    def embed(self, patches_MK: Tensor, grids_I2: Tensor | None, packing: Packing | None) -> Tensor:
-        """Returns the embedded patches plus their positions (M, C), from "positions" on by the
-        packing's weights.
-        """
-        x_MC = self.patch_embedding(patches_MK)
-        table_PC = self.position_embedding.weight
-        is_packed = self.step >= POSITIONS
-        if is_packed:
-            positions = packing.positions
-        else:
-            positions = interpolated_positions(table_PC, grids_I2, self.config.position_side)
-        if len(positions) != len(x_MC):
-            raise ValueError(
-                f"grids of {len(positions)} patches; accepted: of as many as there are, {len(x_MC)}"
-            )
-        if is_packed:
-            # Under autocast patches come in 16 bits and leave in those of the table, as the other
-            # implementations' do.
-            return x_MC.to(table_PC.dtype).addmm_(positions, table_PC)
-        return x_MC + positions
 
     def pack(self, grids_I2: Tensor) -> Packing:
         """Returns the packing of images by their grids (I, 2); reads the grids' values, which may

@@ -62,7 +62,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owner = self._bytes.index(min(self._bytes))
             self._owners[p] = owner
             self._bytes[owner] += p.nbytes
-        self._local.add_param_group({**group, "params": self._owned(group)})
+        owned = [p for p in group["params"] if self._owners[p] == dist.get_rank()]
+        self._local.add_param_group({**group, "params": owned})
         self.param_groups.append(group)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -133,9 +134,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state |= {number: values for number, values in known if number in numbers}
         self._local.load_state_dict({"state": state, "param_groups": groups})
         return {**state_dict, "state": self._local.state}
-
-    def _owned(self, group: dict[str, Any]) -> list[Tensor]:
-        return [p for p in group["params"] if self._owners[p] == dist.get_rank()]
 
 
 def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -12,14 +12,21 @@ Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it
 keys and for queries compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D bytes of
 memory a head more, converted afterwards.
 
-The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in order, the first keys'
-program first, and so with equal bits every time. They follow one another then, each a tile behind
-the one before it, which it sees by a semaphore in global memory, the count of tiles added: they
-wait where they start together or end together. Where few heads take turns that is up to half of the
-time, and still no longer than the Triton kernels take (29 shapes on an H100: 0.53 to 1.01 of their
-time; 1, 1, 4096, 128 full 199 us and 198). Two passes of this architecture's own, which waited for
-nothing, took less there: 0.62 of the time at 1, 1, 16384, 64 full, 0.8 with up to four heads, 0.83
-at 64, 16, 256, 64 full; they are given up for one kernel to keep.
+The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in an order that never
+varies, and so with equal bits every time. Each waits for the one before it, which it sees by a
+semaphore in global memory, the count of tiles added.
+- Loops of all queries run from the last tile to the first, and the first keys' program adds first:
+  programs that start together follow one another a tile apart.
+- A causal loop of one query head begins at the diagonal, where programs that start together each
+  have another tile. Those that run at once, a wave, add in the order in which they come to it, the
+  last keys' first, and after the wave before (4, 32, 4096, 64 on an H100: 1.49 ms, not 1.54). With
+  grouped heads they come too far apart for the L2 cache (2, 32 heads of 8, 8192, 128 on an H200:
+  5.77 ms, not 4.44).
+Programs wait where they start together or end together. Where few heads take turns that is up to
+half of the time, and still no longer than the Triton kernels take (29 shapes on an H100: 0.53 to
+1.01 of their time; 1, 1, 4096, 128 full 199 us and 198). Two passes of this architecture's own,
+which waited for nothing, took less there: 0.62 of the time at 1, 1, 16384, 64 full, 0.8 with up to
+four heads, 0.83 at 64, 16, 256, 64 full; they are given up for one kernel to keep.
 
 Persistent programs take work tiles, 128 keys of one key head each, from a counter, and load the
 next one while the last ends. A work tile only ever waits for one of a smaller number, which some
@@ -28,26 +35,24 @@ program has begun: there is no deadlock.
 How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64 keys each
 multiply, and two writer warps add their tiles of ∂Q to the accumulator in global memory by TMA,
 each every other tile: in order, one tile's time is too short for a warp to await its turn, add, and
-await that what it added is there. Sᵀ and ∂Pᵀ are computed directly, so that Pᵀ is a register
-operand of the product into ∂V; ∂Sᵀ goes through shared memory, from which both warpgroups compute
-their part of ∂S K for all 128 keys.
+await that what it added is there. Sᵀ and ∂Pᵀ are computed directly, so that Pᵀ and ∂Sᵀ are register
+operands of the products into ∂V and ∂K; ∂Sᵀ also goes through shared memory, from which both
+warpgroups compute their part of ∂S K for all 128 keys.
 
 A consumer's iteration i, with the products that are in flight while it computes:
 
-    issue S(i), ∂P(i), ∂K(i − 1)
-    P = exp2(S)  under ∂P, ∂K
-    ∂S = P ∘ (∂P − D), to shared memory,  under ∂K
-    issue ∂Q(i − 1), ∂V(i)        |  ∂Q(i − 1) to shared memory  under ∂V
+    issue S(i), ∂P(i)
+    P = exp2(S)  under ∂P;  issue ∂V(i) at D 64
+    ∂S = P ∘ (∂P − D), to shared memory
+    issue ∂Q(i − 1), ∂V(i) elsewhere, ∂K(i)  |  ∂Q(i − 1) to shared memory  under ∂V, ∂K
 
-∂K and ∂Q lag by a tile: the other warpgroup's ∂S is there before it is needed, and ∂K takes its ∂S
-from shared memory too, for in registers over the loop's back edge ptxas would serialise all
-products (C7512), and spill.
+∂Q lags by a tile: the other warpgroup's ∂S is there before it is needed. ∂K does not, for with ∂S
+in registers over the loop's back edge ptxas would serialise all products (C7512).
 
-Every program starts at the last query tile, of each query head that reads its keys: a step is the
-same tile for all programs of a head. The programs of several heads take turns: those that run at
-once then add to many different tiles. The more heads, the shorter the programs of a head wait for
-one another, and the fewer read the same tiles from the cache while they are there. When causal, the
-longest programs come first.
+The programs of several heads take turns: those that run at once then add to many different tiles.
+The more heads, the shorter the programs of a head wait for one another, and the fewer read the same
+tiles from the cache while they are there. When causal, the longest programs come first, but for
+those of a wave.
 
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
@@ -85,7 +90,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     decode_tile,
     described_as,
     even_section,
-    finished,
     parts,
     plus_product,
     product_layout,
@@ -93,7 +97,6 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     ring,
     room,
     rows_of,
-    run_of,
     shared_by_warps,
     store,
     tiles_of,
@@ -134,8 +137,6 @@ FIRST_SEMAPHORE = gl.constexpr(4)  # among the counters, behind the 16 bytes of 
 # ∂Q); 227 KiB of shared memory, of which K and V take 512·D bytes, a query tile 2·BLOCK_Q·D bytes
 # per tensor, and ∂S and ∂Q 32 KiB or more.
 BLOCK_Q = {64: 128, 72: 64, 80: 64, 96: 64, 128: 64}
-STAGES = gl.constexpr(3)
-STAGES_GRAD_OUT = gl.constexpr(2)
 
 # How much of its time a multiprocessor may wait where loops are equally long: fewer heads are
 # enough then (1, 16, 16384, 128: 661 TFLOP/s, not 548).
@@ -174,6 +175,7 @@ class Shared:
     padded_queries: Value
     section: Value
     run: Value
+    wave: Value
     num_work_tiles: Value
     scale_log2: Value
     BLOCK_Q: Value
@@ -192,24 +194,39 @@ def _take_work_tile(s):
     head_total, key_tile = decode_tile(
         gl.minimum(index, last), num_tiles, s.num_heads_total, s.section, s.run
     )
+    # The last keys of a wave come first.
+    first = key_tile // s.wave * s.wave
+    key_tile = first + gl.minimum(first + s.wave, num_tiles) - 1 - key_tile
     return gl.where(index > last, index, head_total * num_tiles + key_tile)
 
 
 @gluon.jit
-def _work_tile(s, index):
-    """A work tile's key head, counted over the batch, its tile of keys, the last query tile, where
-    its loop starts, and the length of the loop, at least 1.
+def _query_tiles(s, key_tile):
+    """The first tile of queries that see a tile of keys, and the one after the last."""
+    first = key_tile * 0
+    if s.CAUSAL:
+        first = gl.maximum(key_tile * BLOCK_K - (s.num_keys - s.num_queries), 0) // s.BLOCK_Q
+    return first, (s.num_queries + s.BLOCK_Q - 1) // s.BLOCK_Q
 
-    Step i of the loop is the tile i // group before the last of query head i % group.
+
+@gluon.jit
+def _work_tile(s, index):
+    """A work tile's key head, counted over the batch, its tile of keys, the query tile where its
+    loop starts, and the length of the loop, at least 1.
     """
     num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
     head_total = index // num_tiles
     key_tile = index % num_tiles
-    last = (s.num_queries + s.BLOCK_Q - 1) // s.BLOCK_Q - 1
-    low = key_tile * 0
-    if s.CAUSAL:
-        low = gl.maximum(key_tile * BLOCK_K - (s.num_keys - s.num_queries), 0) // s.BLOCK_Q
-    return head_total, key_tile, last, (last + 1 - low) * s.group
+    first, end = _query_tiles(s, key_tile)
+    start = gl.where(s.wave > 1, first, end - 1)
+    return head_total, key_tile, start, (end - first) * s.group
+
+
+@gluon.jit
+def _step(s, start, i):
+    """The query tile of step i of a loop, and which of its key head's query heads."""
+    along = i // s.group
+    return start + gl.where(s.wave > 1, along, -along), i % s.group
 
 
 @gluon.jit
@@ -219,12 +236,12 @@ def _producer(s):
     turn = 0
     j = 0
     while index < s.num_work_tiles:
-        head_total, key_tile, last_tile, count = _work_tile(s, index)
+        head_total, key_tile, start, count = _work_tile(s, index)
         batch = head_total // s.num_heads
         head = head_total % s.num_heads
         for i in range(count):
-            member = i % s.group
-            row = (last_tile - i // s.group) * s.BLOCK_Q
+            query_tile, member = _step(s, start, i)
+            row = query_tile * s.BLOCK_Q
             query_head = head * s.group + member
             row_total = (head_total * s.group + member) * s.padded_queries + row
             s.q.load(j, batch, query_head, row, row_total)
@@ -297,29 +314,47 @@ def _writer(s, W: gl.constexpr):
     # Query tiles of all work tiles before this one.
     j = 0
     while index < s.num_work_tiles:
-        head_total, key_tile, last_tile, count = _work_tile(s, index)
+        head_total, key_tile, start, count = _work_tile(s, index)
         # Every other tile of all; of this work tile's the even ones or the odd ones.
         odd = (j + W) & 1
         key_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
-        own = (head_total * key_tiles + key_tile) * WRITERS + odd
-        mine = s.counters_ptr + FIRST_SEMAPHORE + own
-        # Those tiles of the program before; the first waits for none.
-        added = gl.where(key_tile == 0, count, 0)
+        counters = s.counters_ptr + FIRST_SEMAPHORE + head_total * key_tiles * WRITERS
+        first, end = _query_tiles(s, key_tile)
+        wave_start = key_tile // s.wave * s.wave
+        # Before this program the next one of its wave adds to the tiles that both have, and to
+        # those before them the wave before, whose first keys' program adds last.
+        both_have = count
+        first_of_next, _ = _query_tiles(s, key_tile + 1)
+        if key_tile + 1 < gl.minimum(wave_start + s.wave, key_tiles):
+            both_have = (first_of_next - first) * s.group
+        before = wave_start - s.wave
+        # By how many steps that program's loop is ahead of this one's.
+        ahead = 0
+        if s.wave > 1:
+            first_of_before, _ = _query_tiles(s, before)
+            ahead = (first - first_of_before) * s.group
+        added = 0
         for i in range(odd, count, WRITERS):
-            if i >= added:
-                added = _await_more_than(i, mine - WRITERS)
+            if i >= both_have and before < key_tile:
+                before = key_tile + 1
+                ahead = (first - first_of_next) * s.group
+                added = 0
+            step = i + ahead
+            # Before the first wave there is none.
+            if before >= 0 and step >= added:
+                added = _await_more_than(step, counters + before * WRITERS + (step & 1))
             mbarrier.wait(s.grad_q_full.index(W), ((j + i) // WRITERS) & 1)
-            query_head = head_total * s.group + i % s.group
-            row = (query_head * (last_tile + 1) + last_tile - i // s.group) * TILE_ROWS
+            query_tile, member = _step(s, start, i)
+            row = ((head_total * s.group + member) * end + query_tile) * TILE_ROWS
             for c in gl.static_range(2):
                 # The first program writes: what it writes to needs no zeros.
-                if key_tile == 0:
+                if before < 0:
                     async_store(s.dq_accum_descs[c], [row + c * FIRST_ROWS, 0], s.grad_q_s[c])
                 else:
                     async_add(s.dq_accum_descs[c], [row + c * FIRST_ROWS, 0], s.grad_q_s[c])
             tma.store_wait(0)
             mbarrier.arrive(s.grad_q_empty, count=1)
-            _publish(i + 1, mine)
+            _publish(i + 1, counters + key_tile * WRITERS + odd)
         j += count
         s.work.release(turn)
         turn += 1
@@ -384,18 +419,23 @@ def _consumer(s, C: gl.constexpr):
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(s.D), 2)
     KEYS: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    # ∂S of 128 queries takes long enough for a product. That of 64 with twice the columns does not:
+    # ∂V at the end took 2 % less (1, 16, 16384, 128 causal).
+    UNDER_GRAD_SCORES: gl.constexpr = s.BLOCK_Q == 128
     index = s.work.await_number(0)
     turn = 0
     # Query tiles of all work tiles before this one.
     base = 0
     while index < s.num_work_tiles:
-        _, key_tile, last_tile, count = _work_tile(s, index)
+        _, key_tile, _, count = _work_tile(s, index)
         after = base + count
-        # The warpgroup's keys that there are, and the first step with a query that does not see all
-        # of them.
+        # The warpgroup's keys that there are. Steps on the diagonal's side of `edge` are masked:
+        # their queries do not see all of these.
         present = s.num_keys - (key_tile * BLOCK_K + C * 64)
-        unmasked = (last_tile + 1) * s.BLOCK_Q - 63 - (s.num_queries - present)
-        masked_from = base + unmasked // s.BLOCK_Q * s.group
+        first, _ = _query_tiles(s, key_tile)
+        unmasked = (s.num_queries - present + 62 + s.BLOCK_Q) // s.BLOCK_Q
+        num_masked = (unmasked - first) * s.group
+        edge = gl.where(s.wave > 1, base + num_masked, after - num_masked)
         grad_k = accumulators(s.k.at(0))
         grad_v = accumulators(s.v.at(0))
         s.k.wait(turn * 2)
@@ -404,33 +444,28 @@ def _consumer(s, C: gl.constexpr):
         # What the work tile before left in the places of ∂S is out.
         mbarrier.wait(s.stored, (turn & 1) ^ 1)
         for j in range(base, after):
-            # Always 0, but not for the compiler, which would keep the addresses of K and V in 24
-            # registers.
+            # Always 0, but not for the compiler, which would keep addresses in 24 registers.
             zero = (s.num_queries + j) >> 31
             k = s.k.at(C + zero)
             v = s.v.at(C + zero)
-            before = j + s.q.NUM - 1
             q = s.q.tile(j)
             grad_out = s.grad_out.tile(j)
             s.q.wait(j)
             scores_mma = times_transposed(k, q, accumulator(s.BLOCK_Q))
             s.grad_out.wait(j)
             grad_p_mma = times_transposed(v, grad_out, accumulator(s.BLOCK_Q))
-            # The products of the tile before. For the first they are of anything: the next one into
-            # ∂K starts anew, and ∂Q goes nowhere.
-            grad_scores_before = s.grad_scores_s.index(((j + 1) & 1) * 2 + C)
-            grad_k_mma = plus_product(grad_scores_before, s.q.tile(before), grad_k, j > base + 1)
-            scores = warpgroup_mma_wait(2 * PARTS, deps=(scores_mma,))
+            scores = warpgroup_mma_wait(PARTS, deps=(scores_mma,))
             # The masks' numbers come from shared memory: as constants they stay in registers.
             if s.CAUSAL:
-                if j >= masked_from:
+                if (j < edge) == (s.wave > 1):
                     # Passes at once; without it ptxas makes the branch into selects that every tile
                     # pays for.
                     mbarrier.wait(s.passed, 1)
                     # Once more, so that these stay in no registers.
-                    _, key_tile_m, last_tile_m, count_m = _work_tile(s, s.work.number(turn))
+                    _, key_tile_m, start_m, count_m = _work_tile(s, s.work.number(turn))
                     first_key = key_tile_m * BLOCK_K + C * 64 - (s.num_keys - s.num_queries)
-                    row = (last_tile_m - (count_m - (after - j)) // s.group) * s.BLOCK_Q
+                    query_tile, _ = _step(s, start_m, count_m - (after - j))
+                    row = query_tile * s.BLOCK_Q
                     keys = s.numbers_s.slice(0, 64).load(KEYS) + (first_key - row)
                     queries = s.numbers_s.load(QUERIES)
                     scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
@@ -448,28 +483,34 @@ def _consumer(s, C: gl.constexpr):
             # ptxas moves the wait for ∂P ahead of the exponentials.
             mbarrier.wait(s.grad_scores_full, (j + 1) & 1)
             p_low = gl.convert_layout(p.to(DTYPE), OPERAND)
-            grad_p = warpgroup_mma_wait(PARTS, deps=(grad_p_mma,))
+            if UNDER_GRAD_SCORES:
+                grad_v_mma = plus_product(p_low, grad_out, grad_v)
+            grad_p = warpgroup_mma_wait(PARTS if UNDER_GRAD_SCORES else 0, deps=(grad_p_mma,))
             delta = s.grad_out.rows.index(j % s.grad_out.NUM).load(QUERIES)
             grad_scores = (p * (grad_p - delta[None, :])).to(DTYPE)
             s.grad_scores_s.index((j & 1) * 2 + C).store(grad_scores)
             fence_async_shared()
+            # Of the tile before; for the first it is of anything, and goes nowhere.
             grad_q_mma = _grad_q_product(s, zero, j + 1, C)
-            grad_v_mma = plus_product(p_low, grad_out, grad_v)
-            products = grad_k_mma + (grad_q_mma,)  # noqa: RUF005 (no such syntax in kernels)
-            done = warpgroup_mma_wait(PARTS, deps=products)
-            grad_k = done[:PARTS]
-            grad_q = done[PARTS]
+            if not UNDER_GRAD_SCORES:
+                grad_v_mma = plus_product(p_low, grad_out, grad_v)
+            grad_k_mma = plus_product(
+                gl.convert_layout(grad_scores, OPERAND), s.q.tile(j + zero), grad_k
+            )
+            grad_q = warpgroup_mma_wait(
+                PARTS if UNDER_GRAD_SCORES else 2 * PARTS, deps=(grad_q_mma,)
+            )
             mbarrier.arrive(s.grad_scores_full, count=1)
-            s.q.release(before, j > base)
             # What goes nowhere waits for the last one of the work tile before.
             tile_out = j - 2 + (j == base).to(gl.int32)
             _put_grad_q(s, grad_q, j + 1, C, tile_out, j > base)
-            grad_v = finished(grad_v_mma, 0)
+            done = warpgroup_mma_wait(0, deps=grad_v_mma + grad_k_mma)
+            grad_v = done[:PARTS]
+            grad_k = done[PARTS:]
             s.grad_out.release(j)
+            s.q.release(j)
         s.v.release(turn * 2 + C)
         last = after - 1
-        grad_scores_last = s.grad_scores_s.index((last & 1) * 2 + C)
-        grad_k_mma = plus_product(grad_scores_last, s.q.tile(last), grad_k, last > base)
         mbarrier.wait(s.grad_scores_full, last & 1)
         grad_q_mma = _grad_q_product(s, 0, last, C)
         # Once more, so that none of these stay in registers through the loop.
@@ -494,11 +535,9 @@ def _consumer(s, C: gl.constexpr):
             grad_v_s = (s.carrier_s[0].index(0) if C == 0 else carriers.index(free),)
             grad_k_s = grad_v_s
         store(grad_v, grad_v_s, s.grad_v_descs, batch, head, k1)
-        grad_k = finished(grad_k_mma, 2)
         grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
         s.k.release(turn * 2)
         s.k.release(turn * 2 + 1)
-        s.q.release(last)
         _put_grad_q(s, grad_q, last, C, last - 1)
         if s.D == 128:
             tma.store_wait(0)
@@ -539,6 +578,7 @@ def hopper_bwd_single_kernel(
     padded_queries,
     section,
     run,
+    wave,
     num_work_tiles,
     scale_log2,
     BLOCK_Q: gl.constexpr,
@@ -562,8 +602,9 @@ def hopper_bwd_single_kernel(
         dq_accum_desc if dq_accum_tail_desc is None else dq_accum_tail_desc,
     )
     shared = Shared(
-        ring(parts(q_desc, q_tail_desc), STAGES, 2, lse_desc),
-        ring(parts(grad_out_desc, grad_out_tail_desc), STAGES_GRAD_OUT, 2, delta_desc),
+        # A third tile in flight gains 1 % when causal, and loses 2 % where loops are equally long.
+        ring(parts(q_desc, q_tail_desc), 3 if CAUSAL else 2, 2, lse_desc),
+        ring(parts(grad_out_desc, grad_out_tail_desc), 2, 2, delta_desc),
         ring(parts(k_desc, k_tail_desc), 2, 2),
         ring(parts(v_desc, v_tail_desc), 2, 1),
         descs,
@@ -589,6 +630,7 @@ def hopper_bwd_single_kernel(
         padded_queries,
         section,
         run,
+        wave,
         num_work_tiles,
         scale_log2,
         BLOCK_Q,
@@ -658,18 +700,6 @@ def hopper_bwd_convert_kernel(
         _convert(part_ptr, tile - first_tile, to, strides[2], *left, scale, 64)
 
 
-def _section(num_heads: int, num_tiles: int, steps: int, causal: bool, programs: int) -> int:
-    """Returns how many heads take turns, each with so many programs, of so many steps at most.
-
-    Programs of a head begin a step apart: the last waits for half of a mean loop or less.
-    """
-    most = max(programs // SHARERS, 4 * programs // steps)
-    if not causal:
-        computed = max(1, num_heads * num_tiles / programs) * steps
-        most = min(most, math.ceil(programs / (WAITING * computed)))
-    return even_section(num_heads, most)
-
-
 def plan(
     q: Layout,
     k: Layout,
@@ -717,8 +747,15 @@ def plan(
     # No program adds to a tile of ∂Q before this one: its queries see no key.
     first_tile = max(0, num_queries - num_keys) // block_q if causal else 0
     steps = num_tiles * group
-    section = _section(num_key_heads_total, key_tiles, steps, causal, programs)
-    order = (section, run_of(steps) if causal else 1)
+    # The last of a head's programs waits for half of a mean loop or less.
+    most = max(programs // SHARERS, 4 * programs // steps)
+    if not causal:
+        computed = max(1, num_work_tiles / programs) * steps
+        most = min(most, math.ceil(programs / (WAITING * computed)))
+    section = even_section(num_key_heads_total, most)
+    # The programs that run at once, of one head.
+    at_once = -(-programs // section) if causal else 1
+    order = (section, at_once, at_once if group == 1 else 1)
     heads = (num_key_heads, num_key_heads_total, group)
     lengths = (num_queries, num_keys, padded_queries)
     constants = {

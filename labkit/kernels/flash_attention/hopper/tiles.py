@@ -71,18 +71,15 @@ TAILS = {64: 0, 72: 16, 80: 16, 96: 32, 128: 0}
 # written back), is 42 and 60 GB/s a program at 690 and 570 TFLOP/s. 132 programs that share
 # nothing ask for 5.5 and 8 TB/s of an H100's 3.35: 2, 32, 32768, 128 causal ran at 406 and 315
 # TFLOP/s, and has 725 and 641 in this order, as many as 16 heads. So SHARERS programs or more work
-# on one head, near one another: the L2 cache holds what is between them, about three steps of every
-# program, 25 MiB. They stay near where they start together: with long causal loops a head's tiles
-# are taken in runs, of one tile for so many steps (8 key heads for 32, 8192, 128: 610 TFLOP/s in
-# runs of 8, 460 of 4, 418 of 1). Fewer heads or longer runs read less; but programs of a head's
-# backward wait for one another, and the last tiles of a section are too few to end together.
+# on one head, near one another: the L2 cache holds what is between them. Fewer heads read less;
+# but programs of a head's backward wait for one another, and the last tiles of a section are too
+# few to end together.
 SHARERS = 6
-STEPS_OF_A_RUN = 64
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
 LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "section", "run")
-LENGTHS += ("num_splits", "padded_queries", "num_tiles", "first_tile", "num_work_tiles")
+LENGTHS += ("wave", "num_splits", "padded_queries", "num_tiles", "first_tile", "num_work_tiles")
 
 # By the number of consumers: the warps' equal shares of the register file at the start, and what a
 # consumer has of it once the warps that only move tiles have given all but 24 of their own away.
@@ -344,13 +341,6 @@ def even_section(num_heads: int, most: int) -> int:
     """
     most = max(1, most)  # on a slice of a GPU with fewer programs than share a head
     return -(-num_heads // -(-num_heads // most))
-
-
-def run_of(longest: int) -> int:
-    """Returns how many tiles of a head follow one another where causal loops have up to so many
-    steps.
-    """
-    return max(1, longest // STEPS_OF_A_RUN)
 
 
 def described_as(
