@@ -290,7 +290,6 @@ def run_here(module: str, name: str, arguments: dict) -> None:
 CASES = [
     Case((1, 1, 1, 1, 1, 1)),
     Case((2, 2, 2, 64, 64, 16), causal=True),
-    Case((1, 2, 2, 33, 65, 32)),
     Case((1, 1, 1, 1, 80, 64), causal=True),
     Case((1, 2, 1, 64, 64, 72), causal=True),
     Case((1, 1, 1, 35, 34, 111)),
@@ -606,15 +605,6 @@ def test_what_tma_reads_starts_on_a_boundary():
     assert [x.data_ptr() % 16 for x in read] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("heads, tiles, section, run", [(64, 256, 22, 8), (7, 3, 4, 2)])
-def test_every_work_tile_is_taken_once_in_order(heads, tiles, section, run, monkeypatch):
-    """Programs of a head's backward wait for the tile before theirs."""
-    monkeypatch.setattr(hopper_tiles.gl, "minimum", min)
-    decode = hopper_tiles.decode_tile.fn
-    taken = [decode(i, tiles, heads, section, run) for i in range(heads * tiles)]
-    assert sorted(taken, key=lambda x: x[0]) == list(itertools.product(range(heads), range(tiles)))
-
-
 def test_every_head_dimension_is_cut_into_tiles_that_hold_it():
     for head_dim in range(1, 257):
         block, tail = split_head_dim(head_dim)
@@ -691,8 +681,7 @@ def test_the_output_keeps_heads_inside_the_rows_where_the_queries_have_them_so()
 Q, PACKED = (2, 4, 6, 8), (10, 2, 8)
 
 
-def zeros(*shape, **factory):
-    return torch.zeros(shape, **factory)
+zeros = torch.zeros
 
 
 def cu(*values, dtype=torch.int32):
@@ -728,7 +717,6 @@ BAD_VALUES = {
     "or torch.float64 on cpu, got torch.int64": lambda: call(q=zeros(*Q, dtype=int)),
     "q must be neither sparse nor nested": lambda: call(q=zeros(*Q).to_sparse()),
     "v must be torch.float32 on cpu, got torch.float16": lambda: call(v=zeros(*Q).half()),
-    "on cpu, got torch.float32 on meta": lambda: call(k=zeros(*Q, device="meta")),
     "head dimension of q must be 1 to 256; got 257": lambda: call(shape=(1, 1, 2, 257)),
     "k must be of shape (2, 4, 6, 8), got (3,": lambda: call(
         k=zeros(3, 4, 6, 8), v=zeros(3, 4, 6, 8)
@@ -774,9 +762,6 @@ DIMS = (16, 40, 64, 72, 96, 111, 128, 256)
 LONG_CASES = [
     *CASES,
     *(Case((2, 2, 2, 384, 384, dim), causal=causal) for dim in DIMS for causal in BOTH),
-    Case((1, 4, 2, 500, 777, 128), causal=True, window=(200, -1)),
-    # Rows off every 16-byte boundary, of a head dimension that would otherwise be cut in two.
-    *(Case((1, 2, 1, 237, 394, 33), layout=x) for x in ("contiguous", "columns", "expanded")),
     # "auto", of all others here, is several products for one of fp32 up to a head dimension of 128.
     *(
         Case((1, 4, 2, 333, 500, dim), causal=dim != 72, precision=precision)
@@ -784,7 +769,6 @@ LONG_CASES = [
         for dim in DIMS
     ),
     *(Case((1, 2, 2, 333, 900, dim), causal=dim != 72, num_splits=3) for dim in DIMS),
-    Case((1, 1, 1, 4096, 4096, 32), causal=True),
 ]
 
 
@@ -798,7 +782,7 @@ def test_compiled_kernels_are_within_the_budget(case):
 on_hopper = pytest.mark.gpu(capability=(9, 0))
 
 
-LENGTHS = ((1, 1), (128, 384), (640, 64))  # others are drawn at random below
+LENGTHS = ((1, 1), (640, 64))  # others are drawn at random below
 HOPPER_CASES = [
     *(
         Case((2, 2, 2, *lengths, dim), causal=causal)
@@ -806,9 +790,6 @@ HOPPER_CASES = [
         for lengths in LENGTHS
         for causal in BOTH
     ),
-    Case((2, 6, 2, 300, 427, 64), causal=True),
-    *(Case((2, 4, 2, 257, 257, 64), causal=True, layout=layout) for layout in LAYOUTS[1:]),
-    Case((1, 2, 2, 400, 400, 128), causal=True, scale=1.5),
     *(
         case
         for dim in tiles.GLUON_HEAD_DIMS
