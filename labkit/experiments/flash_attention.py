@@ -142,7 +142,6 @@ def _measure_tile(device: Device, case: Case, phase: str) -> Measured:
         time_limit_s=case.time_limit_s,
     )
     metrics = operation.rates("forward", times.timing.median_ms, case.ceilings) | verdict.metrics()
-    metrics["is_shipped"] = int(tile == shipped.forward)
     return times.measured(metrics, case.parameters)
 
 
