@@ -15,13 +15,13 @@ memory a head more, converted afterwards.
 The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in an order that never
 varies, and so with equal bits every time. Each waits for the one before it, which it sees by a
 semaphore in global memory, the count of tiles added.
-- Loops of all queries run from the last tile to the first, and the first keys' program adds first:
-  programs that start together follow one another a tile apart.
-- A causal loop of one query head begins at the diagonal, where programs that start together each
-  have another tile. Those that run at once, a wave, add in the order in which they come to it, the
-  last keys' first, and after the wave before (4, 32, 4096, 64 on an H100: 1.49 ms, not 1.54). With
-  grouped heads they come too far apart for the L2 cache (2, 32 heads of 8, 8192, 128 on an H200:
-  5.77 ms, not 4.44).
+- Full masks: a loop runs from the last tile to the first, and the first keys' program adds first.
+  Programs that start together follow one another a tile apart.
+- Causal: a loop begins at the diagonal, where programs that start together each have another tile.
+  Those that run at once, a wave, add in the order in which they come to it, the last keys' first,
+  and after the wave before (4, 32, 4096, 64 on an H100: 1.49 ms, not 1.54).
+- Causal with grouped heads: as full masks. At the diagonal programs come to a tile too far apart
+  for the L2 cache (2, 32 heads of 8, 8192, 128 on an H200: 5.77 ms, not 4.44).
 Programs wait where they start together or end together. Where few heads take turns that is up to
 half of the time, and still no longer than the Triton kernels take (29 shapes on an H100: 0.53 to
 1.01 of their time; 1, 1, 4096, 128 full 199 us and 198). Two passes of this architecture's own,
