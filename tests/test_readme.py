@@ -20,7 +20,8 @@ def block(beginning: str) -> str:
     return text
 
 
-def test_the_table_of_devices_is_that_of_the_folders():
+def test_the_table_of_devices_is_that_of_the_folders(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)  # from which README links
     table = tables.to_markdown(render.devices_summary(FIGURES))
     assert f"\n\n{table}\n\n" in README, "run `labkit devices`"
     for target in re.findall(r"\]\((figures/[^)]*)\)", table):

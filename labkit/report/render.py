@@ -130,7 +130,7 @@ def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> st
 
 
 def devices_summary(root: Path) -> pd.DataFrame:
-    """Returns README's table of devices: one row a folder of `root`."""
+    """Returns README's table of devices: one row a folder of `root`, linked from here."""
     rows = []
     for device in measured_devices(root):
         folder = root / device
@@ -142,7 +142,7 @@ def devices_summary(root: Path) -> pd.DataFrame:
         name = environment.get("device", {}).get("name", device)
         rows.append(
             {
-                "device": f"[{name}](figures/{device}/{page})",
+                "device": f"[{name}]({os.path.relpath(folder)}/{page})",
                 "memory, GiB": gib(gpu.get("memory_bytes")),
                 "chapters": listing(notebook[:2] for notebook in chapters),
                 "measurements": f"{sum(record.status == 'ok' for record in records):,}",
