@@ -12,7 +12,7 @@ from labkit.kernels.flash_attention.hopper import one_pass
 
 GL = {"constexpr": int, "minimum": min, "maximum": max, "static_range": range}
 GL["where"] = lambda condition, x, y: x if condition else y
-FIELDS = ("num_queries", "num_keys", "group", "BLOCK_Q", "run", "wave")
+FIELDS = ("num_queries", "num_keys", "group", "BLOCK_Q", "run", "WAVES")
 NUMBERS = ("BLOCK_K", "WRITERS", "FIRST_SEMAPHORE")
 WALK = ("_query_tiles", "_work_tile", "_step", "_take_work_tile", "_writer", "decode_tile")
 
@@ -20,10 +20,10 @@ WALK = ("_query_tiles", "_work_tile", "_step", "_take_work_tile", "_writer", "de
 @pytest.mark.parametrize(
     "walk",
     [
-        (1000, 1000, 1, 64, 3, 3),
-        (1500, 700, 1, 128, 2, 2),
-        (400, 1500, 1, 64, 20, 20),
-        (900, 1300, 2, 128, 3, 1),
+        (1000, 1000, 1, 64, 3, True),
+        (1500, 700, 1, 128, 2, True),
+        (400, 1500, 1, 64, 20, True),
+        (900, 1300, 2, 128, 3, False),
     ],
     ids=str,
 )

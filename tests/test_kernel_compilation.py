@@ -54,10 +54,10 @@ TUNED = [(16, True), (32, True), (64, False), (72, True), (96, True), (128, Fals
 # thread's go to memory and back.
 SPILL_LIMIT = 0 if IS_TRITON_3_6 else 2 * 12 * 4
 # The backward in one pass holds all accumulators at once, on the edge of 240 registers. At D 64,
-# with tiles of 128 queries, triton 3.6 has no register for up to 21 values (4 bytes, stored and
+# with tiles of 128 queries, triton 3.6 has no register for up to 20 values (4 bytes, stored and
 # loaded), and at D 128 for up to 10: most are a walk's at its begin and end, not its loop's. The
-# ptxas of later releases lacks up to 16 and 39.
-VALUES = {64: 21, 128: 10} if IS_TRITON_3_6 else {64: 16, 128: 39}
+# ptxas of later releases lacks up to 12 and 25.
+VALUES = {64: 20, 128: 10} if IS_TRITON_3_6 else {64: 12, 128: 25}
 SINGLE_SPILL_LIMIT = {head_dim: 2 * values * 4 for head_dim, values in VALUES.items()}
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 

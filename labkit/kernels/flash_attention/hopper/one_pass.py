@@ -175,13 +175,13 @@ class Shared:
     padded_queries: Value
     section: Value
     run: Value
-    wave: Value
     num_work_tiles: Value
     scale_log2: Value
     BLOCK_Q: Value
     D: Value
     CAUSAL: Value
     EVEN_K: Value
+    WAVES: Value
 
 
 @gluon.jit
@@ -194,9 +194,10 @@ def _take_work_tile(s):
     head_total, key_tile = decode_tile(
         gl.minimum(index, last), num_tiles, s.num_heads_total, s.section, s.run
     )
-    # The last keys of a wave come first.
-    first = key_tile // s.wave * s.wave
-    key_tile = first + gl.minimum(first + s.wave, num_tiles) - 1 - key_tile
+    if s.WAVES:
+        # The last keys of a wave come first.
+        first = key_tile // s.run * s.run
+        key_tile = first + gl.minimum(first + s.run, num_tiles) - 1 - key_tile
     return gl.where(index > last, index, head_total * num_tiles + key_tile)
 
 
@@ -218,7 +219,7 @@ def _work_tile(s, index):
     head_total = index // num_tiles
     key_tile = index % num_tiles
     first, end = _query_tiles(s, key_tile)
-    start = gl.where(s.wave > 1, first, end - 1)
+    start = first if s.WAVES else end - 1
     return head_total, key_tile, start, (end - first) * s.group
 
 
@@ -226,7 +227,7 @@ def _work_tile(s, index):
 def _step(s, start, i):
     """The query tile of step i of a loop, and which of its key head's query heads."""
     along = i // s.group
-    return start + gl.where(s.wave > 1, along, -along), i % s.group
+    return start + along if s.WAVES else start - along, i % s.group
 
 
 @gluon.jit
@@ -320,27 +321,29 @@ def _writer(s, W: gl.constexpr):
         key_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
         counters = s.counters_ptr + FIRST_SEMAPHORE + head_total * key_tiles * WRITERS
         first, end = _query_tiles(s, key_tile)
-        wave_start = key_tile // s.wave * s.wave
-        # Before this program the next one of its wave adds to the tiles that both have, and to
-        # those before them the wave before, whose first keys' program adds last.
-        both_have = count
-        first_of_next, _ = _query_tiles(s, key_tile + 1)
-        if key_tile + 1 < gl.minimum(wave_start + s.wave, key_tiles):
-            both_have = (first_of_next - first) * s.group
-        before = wave_start - s.wave
+        before = key_tile - 1
         # By how many steps that program's loop is ahead of this one's.
         ahead = 0
-        if s.wave > 1:
+        if s.WAVES:
+            # Before this program the next one of its wave adds to the tiles that both have, and to
+            # those before them the wave before, whose first keys' program adds last.
+            wave_start = key_tile // s.run * s.run
+            first_of_next, _ = _query_tiles(s, key_tile + 1)
+            both_have = count
+            if key_tile + 1 < gl.minimum(wave_start + s.run, key_tiles):
+                both_have = first_of_next - first
+            before = wave_start - s.run
             first_of_before, _ = _query_tiles(s, before)
-            ahead = (first - first_of_before) * s.group
+            ahead = first - first_of_before
         added = 0
         for i in range(odd, count, WRITERS):
-            if i >= both_have and before < key_tile:
-                before = key_tile + 1
-                ahead = (first - first_of_next) * s.group
-                added = 0
+            if s.WAVES:
+                if i >= both_have and before < key_tile:
+                    before = key_tile + 1
+                    ahead = first - first_of_next
+                    added = 0
             step = i + ahead
-            # Before the first wave there is none.
+            # The first keys' program, or wave, has none.
             if before >= 0 and step >= added:
                 added = _await_more_than(step, counters + before * WRITERS + (step & 1))
             mbarrier.wait(s.grad_q_full.index(W), ((j + i) // WRITERS) & 1)
@@ -435,7 +438,7 @@ def _consumer(s, C: gl.constexpr):
         first, _ = _query_tiles(s, key_tile)
         unmasked = (s.num_queries - present + 62 + s.BLOCK_Q) // s.BLOCK_Q
         num_masked = (unmasked - first) * s.group
-        edge = gl.where(s.wave > 1, base + num_masked, after - num_masked)
+        edge = base + num_masked if s.WAVES else after - num_masked
         grad_k = accumulators(s.k.at(0))
         grad_v = accumulators(s.v.at(0))
         s.k.wait(turn * 2)
@@ -457,7 +460,7 @@ def _consumer(s, C: gl.constexpr):
             scores = warpgroup_mma_wait(PARTS, deps=(scores_mma,))
             # The masks' numbers come from shared memory: as constants they stay in registers.
             if s.CAUSAL:
-                if (j < edge) == (s.wave > 1):
+                if (j < edge) if s.WAVES else (j >= edge):
                     # Passes at once; without it ptxas makes the branch into selects that every tile
                     # pays for.
                     mbarrier.wait(s.passed, 1)
@@ -578,13 +581,13 @@ def hopper_bwd_single_kernel(
     padded_queries,
     section,
     run,
-    wave,
     num_work_tiles,
     scale_log2,
     BLOCK_Q: gl.constexpr,
     D: gl.constexpr,
     CAUSAL: gl.constexpr,
     EVEN_K: gl.constexpr,
+    WAVES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """∂K and ∂V of 128 keys of one head after another, and their part of ∂Q, added to its
@@ -630,13 +633,13 @@ def hopper_bwd_single_kernel(
         padded_queries,
         section,
         run,
-        wave,
         num_work_tiles,
         scale_log2,
         BLOCK_Q,
         D,
         CAUSAL,
         EVEN_K,
+        WAVES,
     )
     fence_async_shared()
     gl.warp_specialize(
@@ -755,7 +758,6 @@ def plan(
     section = even_section(num_key_heads_total, most)
     # The programs that run at once, of one head.
     at_once = -(-programs // section) if causal else 1
-    order = (section, at_once, at_once if group == 1 else 1)
     heads = (num_key_heads, num_key_heads_total, group)
     lengths = (num_queries, num_keys, padded_queries)
     constants = {
@@ -763,12 +765,13 @@ def plan(
         "CAUSAL": causal,
         "EVEN_K": causal or num_keys % BLOCK_K.value == 0,
         "BLOCK_Q": block_q,
+        "WAVES": group == 1 and at_once > 1,
     }
     launch = TileLaunch(
         hopper_bwd_single_kernel,
         (min(num_work_tiles, programs),),
         described,
-        (*heads, *lengths, *order, num_work_tiles, scale * LOG2_E),
+        (*heads, *lengths, section, at_once, num_work_tiles, scale * LOG2_E),
         constants,
         2,
     )

@@ -79,7 +79,7 @@ SHARERS = 6
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
 # anew.
 LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "section", "run")
-LENGTHS += ("wave", "num_splits", "padded_queries", "num_tiles", "first_tile", "num_work_tiles")
+LENGTHS += ("num_splits", "padded_queries", "num_tiles", "first_tile", "num_work_tiles")
 
 # By the number of consumers: the warps' equal shares of the register file at the start, and what a
 # consumer has of it once the warps that only move tiles have given all but 24 of their own away.
