@@ -74,10 +74,11 @@ leaves. ~ marks clocks that still changed.
 - A is r× as fast as B: r is B's time ÷ A's. A takes r× the memory of B: r is A's bytes ÷ B's.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
 *Ahead* or *behind* lies above or below 1, all else is *undecided*.
-- The interval spans the sessions that measured both sides, else the samples. In one session it is \
-widened by {percent(WITHIN[DEVICE])}, for calls by {percent(WITHIN[CALL])}; between \
-sessions by {percent(BETWEEN[DEVICE])}, for calls by {percent(BETWEEN[CALL])}. Calls \
-that the host holds up are widened by what hosts were seen to differ, up to \
+- The interval spans the sessions that measured both sides, else the samples.
+- In one session the interval is widened by {percent(WITHIN[DEVICE])}, for calls by \
+{percent(WITHIN[CALL])}; between sessions by {percent(BETWEEN[DEVICE])}, for calls by \
+{percent(BETWEEN[CALL])}.
+- Calls that the host holds up are widened by what hosts were seen to differ, up to \
 {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy.
 - No verdict rests on two times under {facts.LEAST_MS:.0f} ms or two memories under {
