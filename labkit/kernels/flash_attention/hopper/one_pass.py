@@ -142,6 +142,11 @@ BLOCK_Q = {64: 128, 72: 64, 80: 64, 96: 64, 128: 64}
 # enough then (1, 16, 16384, 128: 661 TFLOP/s, not 548).
 WAITING = 0.02
 
+# Waves that a head's tiles take where that leaves few heads: each reads all queries once more, but
+# fewer and longer ones wait for one another at their ends (2, 32, 32768, 128 on an H100, sustained:
+# 563 TFLOP/s in 43 waves, 574 in 21, 580 in 15; at 64 columns, burst, 573, 570 and 561).
+ENOUGH_WAVES = 20
+
 
 @shared_by_warps
 class Shared:
@@ -752,7 +757,9 @@ def plan(
     steps = num_tiles * group
     # The last of a head's programs waits for half of a mean loop or less.
     most = max(programs // SHARERS, 4 * programs // steps)
-    if not causal:
+    if causal and group == 1:
+        most = min(most, math.ceil(ENOUGH_WAVES * programs / key_tiles))
+    elif not causal:
         computed = max(1, num_work_tiles / programs) * steps
         most = min(most, math.ceil(programs / (WAITING * computed)))
     section = even_section(num_key_heads_total, most)
