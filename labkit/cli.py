@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from labkit import __version__
 from labkit.configs import (
@@ -47,7 +48,7 @@ app = typer.Typer(
 
 
 def _folder_option(**limits: bool) -> Any:
-    return typer.Option(
+    return Option(
         "--output",
         "-o",
         metavar="DIR",
@@ -60,14 +61,14 @@ def _folder_option(**limits: bool) -> Any:
 OutputOption = Annotated[Path | None, _folder_option()]
 RecordedOption = Annotated[Path | None, _folder_option(exists=True, file_okay=False)]
 
-ContextOption = Annotated[int, typer.Option(min=1, help="Context length in tokens.")]
+ContextOption = Annotated[int, Option(min=1, help="Context length in tokens.")]
 
-DimensionOption = Annotated[int | None, typer.Option(min=1, help="In place of the model's.")]
+DimensionOption = Annotated[int | None, Option(min=1, help="In place of the model's.")]
 
-PrecisionOption = Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")]
+PrecisionOption = Annotated[Literal[PRECISIONS], Option(help="bf16: autocast.")]
 
 DeviceOption = Annotated[
-    str, typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
+    str, Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
 ]
 
 
@@ -100,7 +101,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass
@@ -111,13 +112,11 @@ def run(
     context: typer.Context,
     notebook: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[NOTEBOOK]...", help="Number or name (01, benchmarking). Default: all."
-        ),
+        Argument(metavar="[NOTEBOOK]...", help="Number or name (01, benchmarking). Default: all."),
     ] = None,
     profile: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Grid of cases: smoke; quick, what a first report needs; key, the rows of full "
             "that sentences quote, with --fresh in another session; full; or auto: on a GPU "
             "quick, key and full, a report after each; smoke elsewhere."
@@ -126,7 +125,7 @@ def run(
     output: OutputOption = None,
     parameter: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "-p",
             metavar="KEY=VALUE",
             help="Set a notebook parameter, e.g. -p sizes=small,medium, or in chapters 05, 06 "
@@ -134,31 +133,31 @@ def run(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again what is recorded already.")
+        bool, Option("--fresh", help="Measure again what is recorded already.")
     ] = False,
     no_wait: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--no-wait", help="End with exit code 2 if another run is measuring on this device."
         ),
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--dry-run", help="Show cases, expected minutes and what will not fit; measure nothing."
         ),
     ] = False,
     nnodes: Annotated[
         int,
-        typer.Option(
+        Option(
             min=1,
             help="Of chapter 07 on several machines, as torchrun's: how many there are. Each runs "
             "this command; the first one measures, and the others start their ranks for it.",
         ),
     ] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Which of them this one is.")] = 0,
-    master_addr: Annotated[str, typer.Option(help="Where the others reach the first.")] = "",
-    master_port: Annotated[int, typer.Option(min=1, max=65535, help="Its port.")] = 29500,
+    node_rank: Annotated[int, Option(min=0, help="Which of them this one is.")] = 0,
+    master_addr: Annotated[str, Option(help="Where the others reach the first.")] = "",
+    master_port: Annotated[int, Option(min=1, max=65535, help="Its port.")] = 29500,
 ) -> None:
     """Measure this device and write its report: the notebooks, executed by papermill.
 
@@ -316,11 +315,11 @@ def report(
     device: DeviceOption = REFERENCE_DEVICE,
     output: RecordedOption = None,
     html: Annotated[
-        bool, typer.Option("--html", help="Also write report.html, one self-contained page.")
+        bool, Option("--html", help="Also write report.html, one self-contained page.")
     ] = False,
     save_notebooks: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--save-notebooks",
             help="Also refresh the outputs stored in notebooks/ (reference device).",
         ),
@@ -354,28 +353,28 @@ def devices(
 def compare(
     device: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[DEVICE]...",
             help="Slugs, folders or this; the first is the baseline. With --sessions one, "
             "by default the reference device.",
         ),
     ] = None,
     sessions: Annotated[
-        bool, typer.Option("--sessions", help="Compare the sessions of a device with one another.")
+        bool, Option("--sessions", help="Compare the sessions of a device with one another.")
     ] = False,
     notebook: Annotated[
-        str | None, typer.Option(help="Number or name (01, benchmarking). Default: all.")
+        str | None, Option(help="Number or name (01, benchmarking). Default: all.")
     ] = None,
     output: RecordedOption = None,
     to: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR", help="Write compare.md, compare.html, every row as CSV and the figures."
         ),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--check",
             help="With --sessions, end with exit code 1 if too few rows of a kind of time agree.",
         ),
@@ -431,7 +430,7 @@ def _compare_sessions(measured: "Chapters", check: bool) -> None:
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(help="A device's folder, such as figures/nvidia-h200.")],
+    folder: Annotated[Path, Argument(help="A device's folder, such as figures/nvidia-h200.")],
 ) -> None:
     """Check a device's folder before it is shared: records, commit, marks, size, and that its
     tables follow from its records.
@@ -449,31 +448,27 @@ def verify(
 def plan(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A size of chapter 01 (small, 2.7b), or a config.json of transformers."
-        ),
+        Argument(help="A size of chapter 01 (small, 2.7b), or a config.json of transformers."),
     ] = "small",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step, on each GPU.")] = 4,
+    batch: Annotated[int, Option(min=1, help="Sequences of a step, on each GPU.")] = 4,
     context: ContextOption = 512,
     precision: PrecisionOption = "bf16",
     attention: Annotated[
-        Literal["fused", "eager"], typer.Option(help="eager keeps the scores.")
+        Literal["fused", "eager"], Option(help="eager keeps the scores.")
     ] = "fused",
     way: Annotated[
         Literal[STEP_WAYS],
-        typer.Option(help="Stock PyTorch, each block compiled, or compiled with labkit's kernels."),
+        Option(help="Stock PyTorch, each block compiled, or compiled with labkit's kernels."),
     ] = "compiled",
     recompute: Annotated[
-        str, typer.Option(help="none, or how many blocks are recomputed together: 4, or 8/2.")
+        str, Option(help="none, or how many blocks are recomputed together: 4, or 8/2.")
     ] = "none",
-    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
-    gpu_way: Annotated[Literal[GPU_WAYS], typer.Option(help="What the GPUs share out.")] = "ddp",
+    gpus: Annotated[int, Option(min=1, help="Number of GPUs.")] = 1,
+    gpu_way: Annotated[Literal[GPU_WAYS], Option(help="What the GPUs share out.")] = "ddp",
     device: Annotated[
-        str, typer.Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
+        str, Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
     ] = REFERENCE_DEVICE,
-    price: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Of one GPU's hour, in any currency.")
-    ] = 0,
+    price: Annotated[float, Option(min=0, max=1e9, help="Of one GPU's hour, in any currency.")] = 0,
     d_model: DimensionOption = None,
     d_ff: DimensionOption = None,
     layers: DimensionOption = None,
@@ -512,19 +507,19 @@ def plan(
 @app.command()
 def profile(
     size: Annotated[
-        str, typer.Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")
+        str, Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")
     ] = "small",
     context: ContextOption = 512,
     precision: PrecisionOption = "bf16",
     attention: Annotated[
-        Literal["eager", "auto"], typer.Option(help="auto: our FlashAttention.")
+        Literal["eager", "auto"], Option(help="auto: our FlashAttention.")
     ] = "eager",
     phase: Annotated[
-        Literal["inference", "forward_backward", "train_step"], typer.Option()
+        Literal["inference", "forward_backward", "train_step"], Option()
     ] = "train_step",
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The capture, without suffix.")
-    ] = Path("capture"),
+    output: Annotated[Path, Option("--output", "-o", help="The capture, without suffix.")] = Path(
+        "capture"
+    ),
 ) -> None:
     """Capture one step and its call stacks with Nsight Systems, else torch.profiler; keep it, and
     say how by hand.
@@ -554,28 +549,28 @@ def profile(
 @app.command()
 def bench(
     op: Annotated[
-        str, typer.Option(help="attention, swiglu, …; adamw, optimizer, model, data_parallel.")
+        str, Option(help="attention, swiglu, …; adamw, optimizer, model, data_parallel.")
     ],
     functions: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE.py:NAME", help="Functions or classes; none: the rivals."),
+        Argument(metavar="FILE.py:NAME", help="Functions or classes; none: the rivals."),
     ] = None,
     shape: Annotated[
         str,
-        typer.Option(
+        Option(
             help="1x16x4096x64 (batch, heads, length, d_head) of attention; 4x512x768x3072x12x12 "
             "(batch, context, d_model, d_ff, layers, heads) of model; 4x512x2 (batch, context, "
             "ranks) of data_parallel; else 8192x4096 (rows, columns)."
         ),
     ] = "",
     against: Annotated[
-        str, typer.Option(help="Its rivals: sdpa_cudnn,fa3,ours. Default: ours and the usual ones.")
+        str, Option(help="Its rivals: sdpa_cudnn,fa3,ours. Default: ours and the usual ones.")
     ] = "",
-    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the tensors.")] = "fp32",
-    causal: Annotated[bool, typer.Option(help="Whether attention has a causal mask.")] = True,
-    warmup: Annotated[int, typer.Option(help="Of a model: untimed calls.")] = 5,
-    steps: Annotated[int, typer.Option(help="Of a model: timed calls.")] = 10,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one pass of all.")] = 300,
+    precision: Annotated[Literal["fp32", "bf16"], Option(help="Of the tensors.")] = "fp32",
+    causal: Annotated[bool, Option(help="Whether attention has a causal mask.")] = True,
+    warmup: Annotated[int, Option(help="Of a model: untimed calls.")] = 5,
+    steps: Annotated[int, Option(help="Of a model: timed calls.")] = 10,
+    timeout: Annotated[float, Option(min=1, help="Seconds for one pass of all.")] = 300,
     output: OutputOption = None,
 ) -> None:
     """Hold functions of your own to fp64 and time them in turn with labkit's and others'.
@@ -611,13 +606,13 @@ def bench(
 def course(
     checkout: Annotated[
         Path,
-        typer.Argument(metavar="PATH", resolve_path=True, help="Of assignment 2 of CS336."),
+        Argument(metavar="PATH", resolve_path=True, help="Of assignment 2 of CS336."),
     ],
     contests: Annotated[
-        bool, typer.Option(help="Whether what is filled in is timed beside labkit's.")
+        bool, Option(help="Whether what is filled in is timed beside labkit's.")
     ] = True,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds for one test, and for one pass of a contest.")
+        float, Option(min=1, help="Seconds for one test, and for one pass of a contest.")
     ] = 300,
     output: OutputOption = None,
 ) -> None:
