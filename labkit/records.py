@@ -435,8 +435,8 @@ class RecordStore:
         """Returns every record, oldest first; `plain`: their texts so that Markdown shows them as
         text.
 
-        A killed run may leave a torn last line, which is skipped. Any other line that is not a
-        record raises RecordError with file and line.
+        A killed run may leave a torn last line, one without a line end, which is skipped. Any other
+        line that is not a record raises RecordError with file and line.
         """
         text = _read_bytes(self.path) or b""
         if plain:
@@ -444,7 +444,8 @@ class RecordStore:
         records = []
         shared = {}
         session = ""
-        for number, line in enumerate(text.removesuffix(_torn(text)).splitlines(), start=1):
+        *lines, _ = text.split(b"\n")  # what ends without a line end is torn
+        for number, line in enumerate(lines, start=1):
             try:
                 content = _parse(line)
                 if "shared" in content:
@@ -459,20 +460,15 @@ class RecordStore:
         return records
 
     def repair(self) -> None:
-        """Makes the next append start a new line: the last one gets its newline, a torn one goes
-        into a .torn file.
-        """
+        """Makes the next append start a new line: a torn last one goes into a .torn file."""
         content = _read_bytes(self.path) or b""
-        if torn := _torn(content):
+        if torn := content.rpartition(b"\n")[2]:
             kept = self.path.with_suffix(".torn")
             where = f"{len(torn)} bytes of a torn line, now in {kept.name}"
             print(f"labkit: {self.path} ended in {where}", file=sys.stderr)
             with open(kept, "ab") as file:
                 file.write(torn + b"\n")
             os.truncate(self.path, len(content) - len(torn))
-        elif content and not content.endswith((b"\n", b"\r")):
-            with open(self.path, "ab") as file:
-                file.write(b"\n")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -490,18 +486,6 @@ class RecordStore:
             except OSError as error:  # some network file systems lock nothing
                 raise RecordError(f"{lock.name}: cannot be locked ({error.strerror})") from error
             yield
-
-
-def _torn(content: bytes) -> bytes:
-    """Returns the line at a file's end that was cut off: without a line end, and no JSON."""
-    line = [b"", *content.splitlines(keepends=True)][-1]
-    if line.endswith((b"\n", b"\r")):
-        return b""
-    try:
-        json.loads(line)
-    except ValueError:
-        return line
-    return b""
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
