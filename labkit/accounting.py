@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
-from labkit.configs import ModelConfig, check_known
+from labkit.configs import PHASES, ModelConfig, check_known
 
 PHASE_FORWARDS = {
     "inference": 1,
@@ -66,7 +66,7 @@ def phase_flops(
     """
     if phase == "optimizer_step":
         return None
-    check_known("phase", phase, [*PHASE_FORWARDS, "optimizer_step"])
+    check_known("phase", phase, PHASES)
     products = 2 * num_matmul_parameters(config) * batch * context
     attention = 4 * batch * context**2 * config.attention_widths[0] * config.num_layers
     return PHASE_FORWARDS[phase] * (products + attention // (1 + causal))

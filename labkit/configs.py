@@ -7,7 +7,6 @@ Nothing here imports torch, so the command line and the report can name sizes wi
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ IS_CLONE = (REPOSITORY / "pyproject.toml").is_file()
 """Whether this is a clone of the repository, not an installed wheel."""
 
 FIGURES = REPOSITORY / "figures" if IS_CLONE else Path.cwd() / "figures"
-NOTEBOOKS = Path(__file__).resolve().parent / "data" / "notebooks"
+DATA = Path(__file__).resolve().parent / "data"
+NOTEBOOKS = DATA / "notebooks"
 """In a clone a link to notebooks/."""
 
 
@@ -271,7 +271,7 @@ def read_grids(text: str) -> dict[str, dict[str, Grid]]:
     return grids
 
 
-GRIDS = read_grids((resources.files("labkit") / "data" / "grids.toml").read_text(encoding="utf-8"))
+GRIDS = read_grids((DATA / "grids.toml").read_text(encoding="utf-8"))
 """Each notebook's grid by profile."""
 
 BENCHMARKING = GRIDS["01_benchmarking"]

@@ -17,12 +17,11 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit import __version__
-from labkit.configs import ALL_DEVICES, THIS_DEVICE
+from labkit.configs import ALL_DEVICES, DATA, THIS_DEVICE
 from labkit.monitor import Monitor, cpu_quota, foreign_processes, nvml_handle, open_nvml
 from labkit.records import source_state
 
@@ -47,7 +46,7 @@ class Datasheet:
         return getattr(self, f"{precision}_tflops", None)
 
 
-_TABLE = (resources.files("labkit") / "data" / "datasheets.toml").read_text("utf-8")
+_TABLE = (DATA / "datasheets.toml").read_text("utf-8")
 DATASHEETS = [Datasheet(**row) for row in tomllib.loads(_TABLE)["datasheets"]]
 
 
@@ -286,11 +285,9 @@ def gpu_limits() -> dict[str, Any]:
             return limits
         with contextlib.suppress(nvml.NVMLError):
             handle = nvml_handle(nvml)
-            clocks = {"max_sm_clock_mhz": "NVML_CLOCK_SM", "max_memory_clock_mhz": "NVML_CLOCK_MEM"}
-            for name, clock in clocks.items():
-                with contextlib.suppress(nvml.NVMLError):
-                    which = getattr(nvml, clock)
-                    limits[name] = nvml.nvmlDeviceGetMaxClockInfo(handle, which)
+            clock_of = nvml.nvmlDeviceGetMaxClockInfo
+            limits["max_sm_clock_mhz"] = clock_of(handle, nvml.NVML_CLOCK_SM)
+            limits["max_memory_clock_mhz"] = clock_of(handle, nvml.NVML_CLOCK_MEM)
             limits["power_limit_w"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     return limits
 

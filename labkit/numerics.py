@@ -109,7 +109,7 @@ def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method:
     if method == "pairwise":
         terms = term.to(accumulator).expand(num_terms)
         return torch.cat([tree_sum(terms[:num_added]) for num_added in range(1, num_terms + 1)])
-    total, lost = (torch.zeros((), dtype=accumulator, device=term.device) for _ in range(2))
+    total = lost = torch.zeros((), dtype=accumulator, device=term.device)
     sums = []
     for _ in range(num_terms):
         if method == "kahan":
@@ -128,9 +128,9 @@ def tree_sum(x: Tensor) -> Tensor:
     rounded.
     """
     while x.shape[-1] > 1:
-        odd = x[..., x.shape[-1] // 2 * 2 :]
-        pairs = x[..., : x.shape[-1] // 2 * 2]
-        x = torch.cat((pairs[..., 0::2] + pairs[..., 1::2], odd), dim=-1)
+        num_paired = x.shape[-1] // 2 * 2
+        sums = x[..., 0:num_paired:2] + x[..., 1:num_paired:2]
+        x = torch.cat((sums, x[..., num_paired:]), dim=-1)
     return x
 
 

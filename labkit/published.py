@@ -4,11 +4,9 @@ The tables are in `labkit/data/published/`; the README there gives each one's or
 errors. Nothing in them was measured by this project.
 """
 
-from importlib import resources
-
 import pandas as pd
 
-from labkit.configs import check_known
+from labkit.configs import DATA, check_known
 
 # The reports' "xl" has the dimensions that labkit calls "xl-2025": "xl" alone would not say which
 # edition it is.
@@ -68,14 +66,10 @@ def load(table: str) -> pd.DataFrame:
     Source: `labkit/data/published/README.md`, with the known errors of each report; none is
     corrected here.
     """
-    folder = resources.files("labkit") / "data" / "published"
-    accepted = sorted(
-        entry.name.removesuffix(".csv") for entry in folder.iterdir() if entry.name.endswith(".csv")
-    )
-    check_known("published table", table, accepted)
-    with (folder / f"{table}.csv").open(encoding="utf-8") as file:
-        # Only an empty cell is missing: pandas would also swallow words such as "None" and "NA".
-        return pd.read_csv(file, keep_default_na=False, na_values=[""])
+    folder = DATA / "published"
+    check_known("published table", table, sorted(path.stem for path in folder.glob("*.csv")))
+    # Only an empty cell is missing: pandas would also swallow words such as "None" and "NA".
+    return pd.read_csv(folder / f"{table}.csv", keep_default_na=False, na_values=[""])
 
 
 def step_times() -> pd.DataFrame:

@@ -97,8 +97,8 @@ class History:
 
     def phases(self) -> list[tuple[str, int, int]]:
         """Returns (name, first position, position after the last) between the marks."""
-        ends = [position for _, position in self.marks[1:]] + [self.num_events]
-        return [(name, begin, end) for (name, begin), end in zip(self.marks, ends, strict=True)]
+        marks = [*self.marks, ("", self.num_events)]
+        return [(name, begin, end) for (name, begin), (_, end) in pairwise(marks)]
 
     def series(
         self, category: Callable[[Allocation], str], num_points: int

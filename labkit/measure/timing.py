@@ -339,17 +339,12 @@ def captured_once(
     """
     gc.collect()  # the graph takes none of the memory that garbage holds
     graph = torch.cuda.CUDAGraph()
-    lost = None
     try:
         with torch.cuda.graph(graph, capture_error_mode=error_mode):
-            try:
-                function()
-            except torch.OutOfMemoryError as error:
-                lost = error
-                raise
-    except Exception:
-        if lost:
-            raise lost from None
+            function()
+    except Exception as error:
+        if isinstance(error.__context__, torch.OutOfMemoryError):
+            raise error.__context__ from None
         raise
     return graph
 

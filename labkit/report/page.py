@@ -7,12 +7,12 @@ import csv
 import html as entities
 import re
 from collections import Counter
-from importlib import resources
 from pathlib import Path
 
 import mistune
 from mistune.toc import add_toc_hook, render_toc_ul
 
+from labkit.configs import DATA
 from labkit.report.text import anchor
 
 MOST_ROWS = 60
@@ -26,7 +26,7 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 
-_STYLE_SHEET = (resources.files("labkit") / "data" / "report.css").read_text(encoding="utf-8")
+_STYLE_SHEET = (DATA / "report.css").read_text(encoding="utf-8")
 
 
 def html(markdown: str, folder: Path, title: str) -> str:
