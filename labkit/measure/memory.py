@@ -17,7 +17,7 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +37,7 @@ class SnapshotError(ValueError):
     """A history that contradicts itself, or a file that is no snapshot; the message says how."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Allocation:
     """One block of memory.
 
@@ -117,7 +117,7 @@ class History:
         for allocation in self.allocations:
             grouped[category(allocation)].append(allocation)
         total = self.totals()
-        edges = np.unique(np.linspace(0, len(total), min(num_points, len(total)) + 1).astype(int))
+        edges = np.unique(np.linspace(0, len(total), num_points + 1).astype(int))
         kept = [int(low + total[low:high].argmax()) for low, high in pairwise(edges)]
         return kept, {
             name: self.totals(members)[kept].tolist() for name, members in grouped.items()
@@ -136,8 +136,8 @@ def pair_events(
     Raises SnapshotError for a block allocated twice, or freed with another size or without having
     been allocated.
     """
-    alive = {address: Allocation(address, size, BEFORE, None) for address, size in before.items()}
-    ended = []
+    allocations = [Allocation(address, size, BEFORE, None) for address, size in before.items()]
+    alive = {allocation.address: allocation for allocation in allocations}
     for position, (address, num_bytes, frame) in enumerate(events):
         block = alive.pop(address, None)
         in_use = block.num_bytes if block else 0
@@ -148,10 +148,11 @@ def pair_events(
                 "are in use"
             )
         if block:
-            ended.append(replace(block, end=position))
+            block.end = position
         else:
             alive[address] = Allocation(address, num_bytes, position, None, frame)
-    return sorted([*ended, *alive.values()], key=lambda allocation: allocation.begin)
+            allocations.append(alive[address])
+    return allocations
 
 
 def in_use_before(
@@ -300,35 +301,33 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         gc.collect()
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.memory._record_memory_history(None)
-            torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
-            self._first_event = self._num_allocator_events()
-        else:
-            self._profile = profile(profile_memory=True)
-            self._profile.__enter__()
+        self._recording = self._on_cuda() if self._is_cuda else self._on_cpu()
+        self._recording.__enter__()
         return self
 
-    def __exit__(self, error_type, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self._recording.__exit__(*error)
+
+    @contextlib.contextmanager
+    def _on_cuda(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        torch.cuda.memory._record_memory_history(None)
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+        self._first_event = self._num_allocator_events()
         try:
-            if not self._is_cuda:
-                self._profile.__exit__(error_type, *error)
-            if error_type:
-                return
-            if self._is_cuda:
-                torch.cuda.synchronize()
-                self.history = _history(torch.cuda.memory._snapshot(), torch.cuda.current_device())
-            else:
-                self.history = self._cpu_history()
+            yield
+            torch.cuda.synchronize()
+            self.history = _history(torch.cuda.memory._snapshot(), torch.cuda.current_device())
             self.history.marks = self._marks
         finally:
-            if self._is_cuda:
-                torch.cuda.memory._record_memory_history(None)
+            torch.cuda.memory._record_memory_history(None)
 
-    def _cpu_history(self) -> History:
+    @contextlib.contextmanager
+    def _on_cpu(self) -> Iterator[None]:
+        with profile(profile_memory=True) as profiler:
+            yield
         events = []
-        tree = self._profile.kineto_results.experimental_event_tree()
+        tree = profiler.kineto_results.experimental_event_tree()
         for event in sorted(_flat(tree), key=lambda event: event.start_time_ns):
             if event.name.startswith(_MARK):
                 self._marks.append((event.name.removeprefix(_MARK), len(events)))
@@ -336,7 +335,7 @@ class Recorder:
                 memory = event.extra_fields
                 events.append((memory.ptr, memory.alloc_size, ""))
         before = self._resident | in_use_before(events, {})
-        return History(pair_events(events, before), len(events))
+        self.history = History(pair_events(events, before), len(events), self._marks)
 
     @staticmethod
     def _num_allocator_events() -> int:
