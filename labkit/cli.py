@@ -533,8 +533,7 @@ def profile(
     try:
         path = captured_step.keep_capture(case, output)
     except (ProfileError, RuntimeError, TimeoutError) as error:
-        print(f"labkit: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"labkit: {error}")
     viewer = "at ui.perfetto.dev" if path.suffix == ".json" else "in Nsight Systems"
     print(f"Capture: {path} (open it {viewer})")
     print(f"By hand: {captured_step.nsys_line(case, output)}")

@@ -245,7 +245,7 @@ def environment(device: Device) -> dict[str, Any]:
     """Returns what a reader needs to judge and repeat a measurement; no host names, no paths."""
     import torch
 
-    record: dict[str, Any] = {
+    record = {
         "device": asdict(device),
         "software": software_versions(),
         "source": source_state(),
@@ -279,7 +279,7 @@ def gpu_limits() -> dict[str, Any]:
     """Returns the GPU's maximal clocks (MHz) and enforced power limit (W), as far as NVML says
     them: of a MIG slice, and of many laptops, it does not.
     """
-    limits: dict[str, Any] = {}
+    limits = {}
     with open_nvml() as nvml:
         if nvml is None:
             return limits

@@ -333,7 +333,7 @@ class Monitor:
             self.readings.append(reading)
 
     def _gpu_summary(self) -> dict[str, Any]:
-        summary: dict[str, Any] = {}
+        summary = {}
         for name, field, statistic in (
             ("sm_clock_mhz_median", "sm_clock_mhz", statistics.median_high),
             ("power_w_max", "power_mw", lambda values: max(values) / 1000),

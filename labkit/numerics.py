@@ -6,7 +6,7 @@ that keeps a quantity in that dtype. Library reductions do not: they add in fp32
 """
 
 import math
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,8 +167,7 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     return float((result.detach().to(exact) - exact).norm() / exact.norm())
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How far a result, and eager's in the same dtype, is from fp64: error norm over result norm.
 
     `budget_fraction`: the error over what is allowed; above 1 the result is wrong.
@@ -177,9 +176,6 @@ class Verdict:
     relative_error: float
     eager_relative_error: float
     budget_fraction: float
-
-    def metrics(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def judge(

@@ -509,7 +509,7 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 def by_session(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
     """Returns, by resume key, the newest record of each session, the sessions oldest first."""
-    sessions: dict[str, dict[str, Record]] = {}
+    sessions = {}
     for record in records:
         sessions.setdefault(record.resume_key(), {})[record.session] = record
     return sessions

@@ -486,7 +486,7 @@ def contest(operation: Operation, case: ContestCase) -> Iterator[PhaseRun]:
                     # It ends the process; the next goes on.
                     yield f"{impl} {name}", functools.partial(_raise, error)
         for impl, timed, metrics in time_in_turn(operation, case, name, impls, verdicts):
-            metrics |= verdicts[impl].metrics()
+            metrics |= verdicts[impl]._asdict()
             yield f"{impl} {name}", functools.partial(measure, impl, name, timed, metrics)
 
 

@@ -110,7 +110,7 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     metrics = {
         f"{name}_{key}": number
         for name, verdict in zip(("out", "dq", "dk", "dv"), verdicts, strict=True)
-        for key, number in verdict.metrics().items()
+        for key, number in verdict._asdict().items()
     }
     return Measured(metrics, p)
 
@@ -141,7 +141,7 @@ def _measure_tile(device: Device, case: Case, phase: str) -> Measured:
         num_warmup=1,
         time_limit_s=case.time_limit_s,
     )
-    metrics = operation.rates("forward", times.timing.median_ms, case.ceilings) | verdict.metrics()
+    metrics = operation.rates("forward", times.timing.median_ms, case.ceilings) | verdict._asdict()
     return times.measured(metrics, case.parameters)
 
 

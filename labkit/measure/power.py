@@ -15,8 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +36,7 @@ fraction.
 """
 
 
-@dataclass(frozen=True)
-class Sustained:
+class Sustained(NamedTuple):
     """Calls back to back over a window.
 
     Attributes:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class Timing:
     def metrics(self) -> dict[str, float | int | None]:
         """Returns a record's metrics, units in the names; None for a spread of one sample."""
         low, high = np.quantile(self.samples_ms, (0.2, 0.8)).tolist()
-        summary: dict[str, float | int | None] = {
+        summary = {
             "median_ms": self.median_ms,
             "p20_ms": low,
             "p80_ms": high,
@@ -372,18 +372,16 @@ def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Calla
     return graph.replay, num_rounds * len(inputs)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Candidates timed in turn in one process.
 
     Attributes:
-        timings: by candidate; baseline: the one that the ratios divide by.
+        timings: by candidate.
         ratio: candidate's time over the baseline's, by candidate: (median, low, high) of the paired
             ratios' bootstrap 95 % interval. Below 1 the candidate is faster.
     """
 
     timings: dict[str, Timing]
-    baseline: str
     ratio: dict[str, tuple[float, float, float]]
 
 
@@ -432,7 +430,7 @@ def compare(
         name: bootstrap_median(timing.samples_ms / base_ms, generator)
         for name, timing in timings.items()
     }
-    return Comparison(timings, baseline, ratio)
+    return Comparison(timings, ratio)
 
 
 def bootstrap_median(
