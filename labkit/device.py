@@ -165,7 +165,7 @@ def device_key(device: Device) -> str:
         return device.kind
     import torch
 
-    return str(getattr(torch.cuda.get_device_properties(0), "uuid", device.slug))
+    return str(torch.cuda.get_device_properties(0).uuid)
 
 
 def num_usable_cores() -> int:

@@ -107,12 +107,12 @@ class _HostReading(NamedTuple):
 
 
 def _host_reading() -> _HostReading | None:
-    """Returns the current counters; None where the system has none (anything but Linux)."""
+    """Returns the current counters; None where the system has none, as some sandboxes."""
     try:
         ticks_per_s = os.sysconf("SC_CLK_TCK")
         ticks = [int(text) for text in (PROC / "stat").read_text().split()[1:9]]
         waited_s = _waits("self")
-    except (AttributeError, OSError):
+    except OSError:
         return None
     own_s = time.process_time() + sum(os.times()[2:4])
     for pid in descendants():
@@ -194,9 +194,9 @@ def nvml_handle(nvml: Any) -> Any:
     import torch
 
     if torch.cuda.is_available():
-        uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+        uuid = torch.cuda.get_device_properties(0).uuid
         for kind in ("GPU", "MIG"):
-            with contextlib.suppress(nvml.NVMLError):  # an older torch has no UUID
+            with contextlib.suppress(nvml.NVMLError):
                 return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
     return nvml.nvmlDeviceGetHandleByIndex(0)
 

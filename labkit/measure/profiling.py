@@ -527,8 +527,8 @@ class Nsys:
     def find(cls) -> "Nsys | None":
         """Returns the nsys of PATH; None where there is none that runs."""
         try:
-            answer = _run(["nsys", "--version"], 60.0, time.monotonic() + 60.0)
-        except (ProfileError, TimeoutError):
+            answer = _nsys(["--version"], 60.0)
+        except (ProfileError, subprocess.TimeoutExpired):
             return None
         version = re.search(r"Nsight Systems version ([\d.]+)", answer)
         # CUDA's script of this name only looks for nsys.
@@ -583,9 +583,14 @@ class Nsys:
         with guarded_folder() as (folder, _):
 
             def nsys(*arguments: str) -> str:
-                # nsys writes raw captures to TMPDIR first, and may leave them there.
-                temporary = {"TMPDIR": str(folder)}
-                return _run(["nsys", *arguments], timeout_s, end_s, temporary)
+                left_s = max(0.1, end_s - time.monotonic())
+                try:
+                    # nsys writes raw captures to TMPDIR first, and may leave them there.
+                    return _nsys(arguments, left_s, {"TMPDIR": str(folder)})
+                except subprocess.TimeoutExpired:
+                    raise TimeoutError(
+                        f"nsys was stopped: the capture took longer than {timeout_s:g} s"
+                    ) from None
 
             report = folder / "capture.nsys-rep"
             export = folder / "capture.sqlite"
@@ -608,30 +613,29 @@ class Nsys:
             return read_nsys(export, self.version) if reads else None
 
 
-def _run(
-    command: Sequence[str], timeout_s: float, end_s: float, variables: Mapping[str, str] = {}
-) -> str:
-    """Returns the output of a program that may run until `end_s`, of time.monotonic(); its
-    environment is what ALLOWED_ENVIRONMENT names of this process's, and `variables`.
+def _nsys(arguments: Sequence[str], timeout_s: float, variables: Mapping[str, str] = {}) -> str:
+    """Returns the output of nsys; its environment is what ALLOWED_ENVIRONMENT names of this
+    process's, and `variables`.
 
     Raises:
-        TimeoutError: the program took longer; it has been ended, not what it started.
+        subprocess.TimeoutExpired: it took longer; it has been ended, not what it started.
         ProfileError: it cannot be started.
     """
-    name = Path(command[0]).name
-    left_s = max(0.1, end_s - time.monotonic())
     allowed = {name: os.environ[name] for name in ALLOWED_ENVIRONMENT if name in os.environ}
     # What the program started may outlive it and hold a pipe open, but no file.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         try:
-            subprocess.run(command, env=allowed | variables, timeout=left_s, check=False, **streams)
+            subprocess.run(
+                ["nsys", *arguments],
+                env=allowed | variables,
+                timeout=timeout_s,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
         except OSError as error:
-            raise ProfileError(f"{name} cannot be started: {error.strerror}") from error
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(
-                f"{name} was stopped: the capture took longer than {timeout_s:g} s"
-            ) from None
+            raise ProfileError(f"nsys cannot be started: {error.strerror}") from error
         output.seek(0)
         return output.read()
 

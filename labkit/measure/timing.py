@@ -265,17 +265,15 @@ def _sampler(method: str, function: Callable, inputs: Inputs, device_kind: str) 
         inputs = ((),)
     next_inputs = inputs if callable(inputs) else itertools.cycle(inputs).__next__
     timer = _host_times_ms if method == "host" else _device_timer()
+    prepare = partial(synchronize, device_kind)
     if method == "flush":
         # Twice the L2 cache, so that nothing of the inputs stays in it.
         num_bytes = 2 * torch.cuda.get_device_properties(0).L2_cache_size
-        flush = torch.empty(num_bytes, dtype=torch.int8, device=device_kind)
+        prepare = torch.empty(num_bytes, dtype=torch.int8, device=device_kind).zero_
 
     def sample() -> tuple[float, ...]:
         arguments = next_inputs()
-        if method == "flush":
-            flush.zero_()
-        else:
-            synchronize(device_kind)
+        prepare()
         times_ms = timer(function, *arguments)
         return times_ms if method in ("window", "host") else (times_ms[0] / num_calls,)
 
