@@ -514,9 +514,7 @@ def profile(
     attention: Annotated[
         Literal["eager", "auto"], Option(help="auto: our FlashAttention.")
     ] = "eager",
-    phase: Annotated[
-        Literal["inference", "forward_backward", "train_step"], Option()
-    ] = "train_step",
+    phase: Literal["inference", "forward_backward", "train_step"] = "train_step",
     output: Annotated[Path, Option("--output", "-o", help="The capture, without suffix.")] = Path(
         "capture"
     ),
