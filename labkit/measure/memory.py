@@ -310,6 +310,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _on_cuda(self) -> Iterator[None]:
+        """Records by the caching allocator's own history."""
         torch.cuda.synchronize()
         torch.cuda.memory._record_memory_history(None)
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
@@ -324,6 +325,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _on_cpu(self) -> Iterator[None]:
+        """Records by the profiler's memory events."""
         with profile(profile_memory=True) as profiler:
             yield
         events = []

@@ -341,6 +341,7 @@ def captured_once(
         with torch.cuda.graph(graph, capture_error_mode=error_mode):
             function()
     except Exception as error:
+        # What ended the block, where the end of the capture failed for it.
         if isinstance(error.__context__, torch.OutOfMemoryError):
             raise error.__context__ from None
         raise
