@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from labkit import __version__
 from labkit.configs import ALL_DEVICES, DATA, THIS_DEVICE
-from labkit.monitor import Monitor, cpu_quota, foreign_processes, nvml_handle, open_nvml
+from labkit.monitor import Monitor, cpu_quota, foreign_processes, open_nvml
 from labkit.records import source_state
 
 
@@ -145,12 +145,8 @@ def gpu_links() -> str:
     """Returns how the first GPU is linked to others, "NVLink, 18 links" or "PCIe"; "unknown"
     without NVML.
     """
-    with open_nvml() as nvml:
-        if nvml is None:
-            return "unknown"
-        try:
-            handle = nvml_handle(nvml)
-        except nvml.NVMLError:
+    with open_nvml() as (nvml, handle):
+        if not handle:
             return "unknown"
         num_links = 0
         with contextlib.suppress(nvml.NVMLError):  # past the last link
@@ -223,7 +219,7 @@ def software_versions() -> dict[str, str]:
 
 def driver_version() -> str:
     """Returns the NVIDIA driver's version, "" without one."""
-    with open_nvml() as nvml:
+    with open_nvml() as (nvml, _):
         return nvml.nvmlSystemGetDriverVersion() if nvml else ""
 
 
@@ -280,11 +276,10 @@ def gpu_limits() -> dict[str, Any]:
     them: of a MIG slice, and of many laptops, it does not.
     """
     limits = {}
-    with open_nvml() as nvml:
-        if nvml is None:
+    with open_nvml() as (nvml, handle):
+        if not handle:
             return limits
         with contextlib.suppress(nvml.NVMLError):
-            handle = nvml_handle(nvml)
             clock_of = nvml.nvmlDeviceGetMaxClockInfo
             limits["max_sm_clock_mhz"] = clock_of(handle, nvml.NVML_CLOCK_SM)
             limits["max_memory_clock_mhz"] = clock_of(handle, nvml.NVML_CLOCK_MEM)
@@ -343,11 +338,8 @@ def _gpu_parts(device: Device) -> list[Check]:
     number = f"{properties.major}.{properties.minor}"
     is_slice = bool(re.search(r"\bMIG\b", device.name))
     has_tma = "no TMA" if capability < (9, 0) else "TMA"
-    num_others = 0
-    with open_nvml() as nvml:
-        if nvml is not None:
-            with contextlib.suppress(nvml.NVMLError):
-                num_others = foreign_processes(nvml, nvml_handle(nvml))
+    with open_nvml() as (nvml, handle):
+        num_others = foreign_processes(nvml, handle) if handle else 0
     return [
         _part(
             "NVIDIA driver and NVML",

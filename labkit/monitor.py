@@ -1,6 +1,6 @@
 """What goes on beside a measurement: load of the host, CPU quota, what the GPU says of itself.
 
-Nothing here imports torch but `nvml_handle`, for the UUID of torch's GPU.
+Nothing here imports torch but `_nvml_handle`, for the UUID of torch's GPU.
 """
 
 import contextlib
@@ -172,24 +172,26 @@ def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], 
 
 
 @contextlib.contextmanager
-def open_nvml() -> Iterator[Any]:
-    """Gives pynvml initialised, or None where there is no NVIDIA driver or no nvidia-ml-py."""
+def open_nvml() -> Iterator[tuple[Any, Any]]:
+    """Gives pynvml initialised, None where there is no NVIDIA driver or no nvidia-ml-py, and its
+    handle of torch's cuda:0, None also where this process may not ask about the GPU.
+    """
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:  # no package, no driver, no permission
-        yield None
+        yield None, None
         return
     try:
-        yield pynvml
+        yield pynvml, _nvml_handle(pynvml)
     finally:
         pynvml.nvmlShutdown()
 
 
-def nvml_handle(nvml: Any) -> Any:
-    """Returns NVML's handle of torch's cuda:0 (CUDA_VISIBLE_DEVICES does not affect NVML's
-    order).
+def _nvml_handle(nvml: Any) -> Any:
+    """Returns NVML's handle of torch's cuda:0 (CUDA_VISIBLE_DEVICES does not affect NVML's order),
+    None where it gives none, as in a container without leave to ask.
     """
     import torch
 
@@ -198,7 +200,9 @@ def nvml_handle(nvml: Any) -> Any:
         for kind in ("GPU", "MIG"):
             with contextlib.suppress(nvml.NVMLError):
                 return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
-    return nvml.nvmlDeviceGetHandleByIndex(0)
+    with contextlib.suppress(nvml.NVMLError):
+        return nvml.nvmlDeviceGetHandleByIndex(0)
+    return None
 
 
 def foreign_processes(nvml: Any, handle: Any) -> int:
@@ -259,14 +263,9 @@ class Monitor:
         self._lost_s = 0.0
 
     def __enter__(self) -> "Monitor":
-        self._nvml = None
+        self._handle = None
         if self.device_kind == "cuda":
-            self._nvml = self._resources.enter_context(open_nvml())
-        if self._nvml:
-            try:
-                self._handle = nvml_handle(self._nvml)
-            except self._nvml.NVMLError:  # a container without leave to ask
-                self._nvml = None
+            self._nvml, self._handle = self._resources.enter_context(open_nvml())
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._begin = _host_reading()
@@ -285,11 +284,11 @@ class Monitor:
             stopped_s -= load["cpu_wait_fraction"] * (end.time_s - self._begin.time_s)
         if stopped_s > SHORTEST_STOP_S:
             causes.append(f"the process was stopped for {stopped_s:.2g} s")
-        if self._nvml:
+        if self._handle:
             if not self.readings:
                 self._read()
             self.summary |= self._gpu_summary()
-            self._resources.close()
+        self._resources.close()
         if others := self.summary.get("foreign_processes"):
             causes.append(f"other processes on the GPU: {others}")
         if self.summary or causes:
@@ -308,7 +307,7 @@ class Monitor:
             lost_s = time.perf_counter() - begin_s - self.interval_s - computed_s
             if lost_s > SHORTEST_STOP_S:
                 self._lost_s += lost_s
-            if self._nvml and not is_over:
+            if self._handle and not is_over:
                 self._read()
 
     def _read(self) -> None:

@@ -164,15 +164,14 @@ def test_a_replay_counts_as_the_calls_that_it_holds_and_a_long_one_is_made_twice
 
 @pytest.mark.gpu(alone=True)
 def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
-    from labkit.monitor import nvml_handle, open_nvml
+    from labkit.monitor import open_nvml
 
     n = 8192
     flops = 2 * n**3
     a = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
     num_calls = 1000  # as many as the queue holds, so that the host is free to read
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with open_nvml() as nvml:
-        handle = nvml_handle(nvml)
+    with open_nvml() as (nvml, handle):
         metrics = sustained(
             lambda: a @ a, device_kind="cuda", warmup_s=2.0, window_s=2.5, flops=flops
         ).metrics
