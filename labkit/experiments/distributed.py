@@ -15,7 +15,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,8 +89,9 @@ def cases(
         parameters = {"world_size": world_size, "transport": transport}
         # A transport that fails here would fail for every phase, each in a launch of its own.
         plan.add("collectives", parameters, *phases, stop_at_failure=True)
-    sizes = grid.sizes if is_whole else ()
-    for size, (precision, compile, batch, name) in itertools.product(sizes, grid.steps):
+    if not is_whole:
+        return plan
+    for size, (precision, compile, batch, name) in itertools.product(grid.sizes, grid.steps):
         # Without GPUs there are no copy engines, and no thread blocks.
         phases = [
             way
@@ -112,7 +112,7 @@ def cases(
     return plan
 
 
-Seen = list[dict[str, Any]]
+Seen = list[dict]
 """What each rank saw of a phase."""
 
 
@@ -192,7 +192,7 @@ def run_ranks(
 # --- collectives ---
 
 
-def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[str, dict]]:
     """Measures "operation dtype bytes" after another on this rank."""
     torch.set_num_threads(max(1, num_usable_cores() * num_nodes() // dist.get_world_size()))
     how = "default" if transport in DEFAULTS else transport

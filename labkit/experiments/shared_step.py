@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import numerics
@@ -108,30 +108,28 @@ class SharedStep(Step):
     `train_once` runs it, or replays its CUDA graph.
     """
 
-    def __init__(self, way: Way, case: dict[str, Any]):
+    def __init__(self, way: Way, parameters: dict):
         device = Device(rank_device().type, "", "")
-        super().__init__(device, {**case, "attention": "sdpa"})
+        super().__init__(device, {**parameters, "attention": "sdpa"})
         self.way = way
         self.config = self.model.config
         self.tokens, self.targets = own_tokens(self.config, *self.tokens.shape)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         options = {"compute_dtype": self.recipe.autocast} if way.is_cast_by_wrapper else {}
         self.model = way.wrap(self.model, **options)
-        parameters = list(self.model.parameters())
-        self.optimizer = way.optimizer(parameters, **ADAMW)
-        for group in self.optimizer.param_groups:
-            group["capturable"] = self.compile == "graph"
+        is_graph = self.compile == "graph"
+        self.optimizer = way.optimizer(list(self.model.parameters()), **ADAMW, capturable=is_graph)
         self.memory = {"init_bytes": _allocated()}
         self.train_once: Callable = self.train_step
 
     def autocast(self) -> AbstractContextManager:
         return nullcontext() if self.way.is_cast_by_wrapper else super().autocast()
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         with self.autocast():
             return language_model_loss(self.model(self.tokens).float(), self.targets)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         loss.backward()
         data_parallel.finish_gradients(self.model)
 
@@ -186,7 +184,7 @@ class SharedStep(Step):
         with collector_paused():
             return steps_of(capture_with_kineto(steps, self.device.kind))
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict:
         """Returns the case as read back from the live objects."""
         batch, context = self.tokens.shape
         dtype = self.recipe.autocast
@@ -205,7 +203,7 @@ class SharedStep(Step):
         super().close()
 
 
-def own_tokens(config: ModelConfig, batch: int, context: int) -> torch.Tensor:
+def own_tokens(config: ModelConfig, batch: int, context: int) -> Tensor:
     """Returns tokens and targets of this rank's own, (2, batch, context) int64."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (2, batch, context)
@@ -228,7 +226,7 @@ def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
 
 
-def slowest(ranks: Sequence[dict[str, Any]], num_warmup: int, stop_reason: str) -> Timing:
+def slowest(ranks: Sequence[dict], num_warmup: int, stop_reason: str) -> Timing:
     """Returns the times of the slowest rank in each step: the others wait for it."""
     samples_ms = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
     return Timing(tuple(map(max, samples_ms)), "window", num_warmup, stop_reason)
@@ -258,8 +256,8 @@ def spans_of(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
 
 
 def steps_rank(
-    phases: Sequence[str], parameters: dict[str, Any], time_limit_s: float
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    phases: Sequence[str], parameters: dict, time_limit_s: float
+) -> Iterator[tuple[str, dict]]:
     """Runs each way's steps in turn, NUM_ROUNDS times, and yields (way, what this rank has seen so
     far) each time.
     """
@@ -274,7 +272,7 @@ def steps_rank(
     # Otherwise each collection would walk through all modules; the first optimizer imports the
     # compiler.
     gc.freeze()
-    seen: dict[str, dict[str, Any]] = {
+    seen: dict[str, dict] = {
         way: {"way": way, "losses": losses, "samples_ms": [], "profile": {}, "spans": {}}
         for way in phases
     }
@@ -300,7 +298,9 @@ def steps_rank(
                 mine["observed"] |= transport(sent)
                 if way in TIMELINES:
                     computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
-                    mine["spans"] = spans_of("computing", computing)
-                    mine["spans"] |= spans_of("communicating", sent)
+                    mine["spans"] = {
+                        **spans_of("computing", computing),
+                        **spans_of("communicating", sent),
+                    }
             step.close()
             yield way, mine

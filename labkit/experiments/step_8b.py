@@ -29,7 +29,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,8 +128,10 @@ def kept(config: ModelConfig, context: int, world_size: int, room: float) -> lis
     work = 15 * stream + 5 * hidden + 3 * accounting.block_gradient_bytes(config)
     loss = 2 * stream + 14 * config.vocab_size * config.d_model
     room -= state + max(work, loss) + config.num_layers * stream
-    sizes = {"attention": stream + 4 * context * config.num_heads}
-    sizes["products"] = 4 * stream + 2 * hidden
+    sizes = {
+        "attention": stream + 4 * context * config.num_heads,
+        "products": 4 * stream + 2 * hidden,
+    }
     levels = ["input"] * config.num_layers
     for less, more in pairwise(CONTEXTS):
         number = min(max(int(room / sizes[more]), 0), levels.count(less))
@@ -218,7 +219,7 @@ class Board(nn.Module):
         room: bytes that a rank has; backend: as torch.compile takes it.
     """
 
-    def __init__(self, way: Way, parameters: dict[str, Any], room: float, backend: str):
+    def __init__(self, way: Way, parameters: dict, room: float, backend: str):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds
 
         super().__init__()
@@ -281,10 +282,10 @@ class Board(nn.Module):
 
 def board_rank(
     phases: Sequence[str],
-    parameters: dict[str, Any],
+    parameters: dict,
     backend: str = "inductor",
     room: float | None = None,
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict]]:
     """Trains NUM_STEPS steps with each of WAYS from the same start and yields (way, what this rank
     saw).
     """
@@ -320,7 +321,7 @@ def board_rank(
         yield way, seen
 
 
-def measured(case: Case, ranks: list[dict[str, Any]]) -> Measured:
+def measured(case: Case, ranks: list[dict]) -> Measured:
     """Returns the record of a row: times of the slower rank, memory of the one with most, watts of
     the first GPU.
 
