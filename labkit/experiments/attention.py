@@ -68,8 +68,14 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     plan = Plan(grid, ceiling_cases(tuple(grid.series), grid.case_timeout_s))
 
     def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:
-        call = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
-        call |= {"batch": ATTENTION_BATCH, **mask}
+        call = {
+            "impl": impl,
+            "precision": precision,
+            "d_head": d_head,
+            "length": length,
+            "batch": ATTENTION_BATCH,
+            **mask,
+        }
         compiles = impl.startswith("compiled")
         plan.add(section, call, "forward", "backward", stop_at_failure=True, compiles=compiles)
 

@@ -32,28 +32,27 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = BENCHMARKING[profile]
     plan = Plan(grid, ceiling_cases(grid.precisions, grid.case_timeout_s))
-
-    def add(section: str, step: dict, phases: tuple[str, ...], keys=(), **options) -> None:
-        """Plans a step, whose last phase is also sustained where `keys` have its size, context and
-        precision.
-        """
-        if (step["size"], step["context"], step["precision"]) in keys:
-            options["sustained"] = phases[-1:]
-        plan.add(section, step, *phases, **options)
-
     for shape in itertools.product(grid.warmup_sizes, grid.warmup_contexts, ["fp32"]):
         for phase in WARMUP_PHASES:
             step = step_parameters(*shape)
             plan.add("warmup", step, phase, time_limit_s=5.0, fresh_process=True)
-    for size, context, precision in itertools.product(grid.sizes, grid.contexts, grid.precisions):
+    for shape in itertools.product(grid.sizes, grid.contexts, grid.precisions):
+        _, context, precision = shape
         if context in grid.precision_contexts.get(precision, grid.contexts):
-            step = step_parameters(size, context, precision)
-            add("steps", step, STEP_PHASES, grid.sustained)
+            sustained = ("train_step",) if shape in grid.sustained else ()
+            plan.add("steps", step_parameters(*shape), *STEP_PHASES, sustained=sustained)
     compiled = (grid.compile_sizes, grid.compile_contexts, grid.compile_precisions)
-    for *shape, mode in itertools.product(*compiled, COMPILE_MODES[1:]):
-        if mode == "regional" or shape[0] in grid.whole_compile_sizes:
-            step = step_parameters(*shape, compile=mode)
-            add("compile", step, COMPILE_PHASES, grid.sustained, stop_at_failure=True)
+    for shape in itertools.product(*compiled):
+        sustained = ("train_step",) if shape in grid.sustained else ()
+        for mode in COMPILE_MODES[1:]:
+            if mode == "regional" or shape[0] in grid.whole_compile_sizes:
+                plan.add(
+                    "compile",
+                    step_parameters(*shape, compile=mode),
+                    *COMPILE_PHASES,
+                    sustained=sustained,
+                    stop_at_failure=True,
+                )
     for way in grid.executions:
         impl = way["impl"]
         mode = way["compile"]
@@ -63,7 +62,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         for shape in itertools.product(*shapes):
             step = step_parameters(*shape, compile=mode, attention=attention, impl=impl)
             compiles = is_fused or mode != "none"
-            add("execution", step, EXECUTION_PHASES, grid.sustained_executions, compiles=compiles)
+            sustained = ("graph_step",) if shape in grid.sustained_executions else ()
+            plan.add("execution", step, *EXECUTION_PHASES, sustained=sustained, compiles=compiles)
     return plan
 
 

@@ -48,8 +48,12 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         parameters |= zip(TILE_FIELDS, tile, strict=True)
         plan.add("tiles", parameters, "forward", compiles=True)
     sustained = tuple(f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained)
-    ranking = {"is_ranking": True, "sustained": sustained}
-    ranking |= limits | {"time_limit_s": grid.rivals_time_limit_s}
+    ranking = {
+        **limits,
+        "time_limit_s": grid.rivals_time_limit_s,
+        "is_ranking": True,
+        "sustained": sustained,
+    }
     for shape in grid.rivalries:
         parameters = {**shape, "precision": "bf16"}
         plan.append(contest_case("rivals", "attention", parameters, grid.rivals, **ranking))
@@ -63,10 +67,9 @@ def cases(profile: str, device_kind: str) -> list[Case]:
                 if length in grid.by_shape.get(impl, all_lengths).get(d_head, ())
             ]
             shape = _one_head(length, d_head, precision)
-            if here:
-                in_turn = [impl for impl in here if impl not in MATERIALISING]
-                case = {**shape, "timed": IN_TURN}
-                plan.append(contest_case("speed", "attention", case, in_turn, **limits))
+            in_turn = [impl for impl in here if impl not in MATERIALISING]
+            case = {**shape, "timed": IN_TURN}
+            plan.append(contest_case("speed", "attention", case, in_turn, **limits))
             for impl in here:
                 if impl in MATERIALISING:
                     case = {**shape, "timed": f"alone: {impl}"}
@@ -82,8 +85,14 @@ def cases(profile: str, device_kind: str) -> list[Case]:
 
 def _one_head(length: int, d_head: int, precision: str, causal: bool = True) -> dict:
     """Returns the parameters of attention at batch 1 with one head."""
-    shape = {"batch": 1, "heads": 1, "length": length, "d_head": d_head}
-    return {**shape, "causal": causal, "precision": precision}
+    return {
+        "batch": 1,
+        "heads": 1,
+        "length": length,
+        "d_head": d_head,
+        "causal": causal,
+        "precision": precision,
+    }
 
 
 def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
@@ -94,8 +103,12 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     shape = _one_head(p["length"], p["d_head"], p["precision"], p["causal"])
     operation = new_attention(dataclasses.replace(device, kind="cpu"), shape)
     q, k, v = (x.detach() for x in operation.inputs.values())
-    options = {"scale": p["d_head"] ** -0.5, "left": -1, "right": 0 if p["causal"] else -1}
-    options |= {"tile": p["tile"]}
+    options = {
+        "scale": p["d_head"] ** -0.5,
+        "left": -1,
+        "right": 0 if p["causal"] else -1,
+        "tile": p["tile"],
+    }
     out, lse = tiled_attention_forward(q, k, v, **options)
     if phase == "trace":
         ends = range(p["tile"], p["length"] + p["tile"], p["tile"])

@@ -236,9 +236,15 @@ def _grouped(kept: list[Residual]) -> list[dict]:
 def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
     """Takes the peak of a training step some of whose blocks are recomputed, and its time."""
     peak = _measure_peak(step, case, phase)
-    # Two steps have run: there is nothing left to warm up.
-    limits = {"num_warmup": 0, "min_samples": 3, "max_samples": 20}
-    times = timed(step.device, step.time_phase, phase, time_limit_s=case.time_limit_s, **limits)
+    times = timed(
+        step.device,
+        step.time_phase,
+        phase,
+        num_warmup=0,  # two steps have run
+        min_samples=3,
+        max_samples=20,
+        time_limit_s=case.time_limit_s,
+    )
     plan = "/".join(map(str, step.plan)) or "none"
     return times.measured(peak.metrics, step.described() | {"plan": plan}, keep="step_ms")
 

@@ -98,8 +98,13 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     grid = MIXED_PRECISION[profile]
     plan = Plan(grid)
     for method, accumulator, term, cast in SERIES:
-        parameters = {"method": method, "accumulator": accumulator, "term": term, "cast": cast}
-        parameters["num_terms"] = NUM_TERMS
+        parameters = {
+            "method": method,
+            "accumulator": accumulator,
+            "term": term,
+            "cast": cast,
+            "num_terms": NUM_TERMS,
+        }
         plan.add("accumulation", parameters, "sum")
     for model, dtype in itertools.product(("toy", grid.transformer), ("fp16", "bf16")):
         plan.add("dtypes", {"model": model, "autocast": dtype}, "read")
@@ -143,11 +148,12 @@ def measure_sum(device: Device, case: Case, phase: str) -> Measured:
     length = LONG_SUM if is_sequential else num_terms
     rounded = running_sums(added, length, accumulator, parameters["method"])
     sums = rounded.tolist()
+    final = sums[num_terms - 1]
     exact = TERM * num_terms
     metrics = {
-        "final_sum": sums[num_terms - 1],
+        "final_sum": final,
         "exact_sum": exact,
-        "error": sums[num_terms - 1] - exact,
+        "error": final - exact,
         "term_error": (float(term) - TERM) * num_terms,
         "rounded_term": float(term),
         "stall_predicted": stall_value(float(term), accumulator),
@@ -246,7 +252,7 @@ def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
         targets = torch.arange(16, device=device.kind) % 5
     else:
         config = model_config(parameters["model"])
-        model = TransformerLM(config, max_context=16, attention="eager", device=device.kind)
+        model = TransformerLM(config, max_context=16, device=device.kind)
         inputs, targets = torch.randint(config.vocab_size, (2, 1, 16), device=device.kind)
     dtypes: dict[str, dict[str, None]] = {}  # by part, in the order in which they are seen
 

@@ -78,15 +78,16 @@ def cases(profile: str, device_kind: str) -> list[Case]:
             phases = ("inference", last)
             together = tuple((*shape, phase) for shape in group for phase in phases)
             for shape in group:
-                case = ProfiledCase(
-                    "profiles",
-                    parameters_of(*shape),
-                    phases,
-                    grid.case_timeout_s,
-                    stop_at_failure=True,
-                    together=together,
+                planned.append(
+                    ProfiledCase(
+                        "profiles",
+                        parameters_of(*shape),
+                        phases,
+                        grid.case_timeout_s,
+                        stop_at_failure=True,
+                        together=together,
+                    )
                 )
-                planned.append(case)
     return planned
 
 
@@ -160,9 +161,11 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
         begin, end = spans.loc[name, ["start_ns", "end_ns"]]
         inner = spans[spans.index.isin(STEP_PHASES) & spans["start_ns"].between(begin, end)]
         metrics, tables = _step_tables(rows_of[marked_name], rows_of[name])
-        metrics["issued_ms"] = (inner["end_ns"].max() - begin) / 1e6
-        metrics["done_ms"] = lasted_ms[name]
-        metrics["done_with_ranges_ms"] = lasted_ms[marked_name]
+        metrics |= {
+            "issued_ms": (inner["end_ns"].max() - begin) / 1e6,
+            "done_ms": lasted_ms[name],
+            "done_with_ranges_ms": lasted_ms[marked_name],
+        }
         if words in TIMELINES:
             tables["timeline"] = _timeline(rows_of[marked_name])
         observed = {"tables": tables, "profiler": trace.source, "profiler_version": trace.version}

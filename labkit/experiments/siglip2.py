@@ -62,23 +62,33 @@ def cases(profile: str, device_kind: str) -> list[Case]:
             continue
         parameters = {**batch, "workload": workload}
         plan.add("floor", parameters, *PASSES, sustained=PASSES)
-        # Each in a process of its own: what is compiled for one is not there for the next, nor is
-        # its memory.
-        options = {"fresh_process": True, "sustained": STEP_PHASES}
         for way in ways:
             if is_gpu or COMPILED not in way:
-                step = {**parameters, "way": way}
-                compiles = not way.endswith("eager")
-                plan.add("steps", step, *STEP_PHASES, **options, compiles=compiles)
+                plan.add(
+                    "steps",
+                    {**parameters, "way": way},
+                    *STEP_PHASES,
+                    # What is compiled for one is not there for the next, nor is its memory.
+                    fresh_process=True,
+                    sustained=STEP_PHASES,
+                    compiles=not way.endswith("eager"),
+                )
     for way in ("eager", "fused"):
         plan.add("profile", {**batch, "way": way}, *PASSES[1:])
     for precision in grid.accuracy if is_gpu else ("fp32",):
         plan.add("accuracy", {"size": grid.size, "precision": precision}, *IMPLS)
     for operation, rows, columns in grid.kernels:
         parameters = {"operation": operation, "rows": rows, "columns": columns, "precision": dtype}
-        entrants = (grid.kernel_impls, DEFINITIONS[operation].passes)
-        options = {**plan.limits, "compiles": True}
-        plan.append(contest_case("kernels", operation, parameters, *entrants, **options))
+        case = contest_case(
+            "kernels",
+            operation,
+            parameters,
+            grid.kernel_impls,
+            DEFINITIONS[operation].passes,
+            compiles=True,
+            **plan.limits,
+        )
+        plan.append(case)
     return plan
 
 
@@ -123,8 +133,12 @@ class Batch:
         self.grids = draw_grids(parameters["workload"], parameters["images"], side)
         self.sizes = self.grids.prod(1)
         num_patches = int(self.sizes.sum())
-        shapes = ((num_patches, width) for width in (self.config.patch_dim, self.config.d_model))
-        self.patches, self.grad = draw(device.kind, parameters["precision"], *shapes)
+        self.patches, self.grad = draw(
+            device.kind,
+            parameters["precision"],
+            (num_patches, self.config.patch_dim),
+            (num_patches, self.config.d_model),
+        )
 
     @property
     def flops(self) -> int:
@@ -173,8 +187,12 @@ def flash_attention_2(qkv: Tensor, lengths: Tensor, longest: int) -> Tensor:
 
 def flash_attention_3(qkv: Tensor, lengths: Tensor, longest: int) -> Tensor:
     """Attention as `flash_attention_qkv`, by FlashAttention-3."""
-    packed = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
-    packed |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    packed = {
+        "cu_seqlens_q": lengths,
+        "cu_seqlens_k": lengths,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
     return FlashAttention3Function.apply(*qkv.unbind(1), False, False, packed)
 
 
@@ -359,12 +377,13 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
     size, precision = case.parameters["size"], case.parameters["precision"]
     dtype = DTYPES[precision]
     exact = _results(size, precision, "eager", torch.float64, "cpu")
-    errors = {}
-    for each in (impl, "eager"):
-        results = _results(size, precision, each, dtype, device.kind)
-        errors[each] = {name: relative_error(x, exact[name]) for name, x in results.items()}
-    ours = errors[impl]
-    eager = errors["eager"]
+
+    def errors(impl: str) -> dict[str, float]:
+        results = _results(size, precision, impl, dtype, device.kind)
+        return {name: relative_error(x, exact[name]) for name, x in results.items()}
+
+    ours = errors(impl)
+    eager = errors("eager")
     # The exact gradient of k's bias is zero: softmax does not see it.
     gradients = [x for x in exact if x != "out" and not x.endswith("k_proj.bias")]
     # Not by max, which passes over what is no number.
@@ -377,8 +396,12 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
             f"wrong: errors {ours['out']:.2g} and {ours[worst]:.2g} ({worst}), eager's "
             f"{eager[worst]:.2g}"
         )
-    metrics = {"out_error": ours["out"], "eager_out_error": eager["out"]}
-    metrics |= {"gradient_error": ours[worst], "eager_gradient_error": eager[worst]}
+    metrics = {
+        "out_error": ours["out"],
+        "eager_out_error": eager["out"],
+        "gradient_error": ours[worst],
+        "eager_gradient_error": eager[worst],
+    }
     return Measured(metrics, case.parameters, {"worst": worst})
 
 
