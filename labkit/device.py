@@ -279,10 +279,14 @@ def gpu_limits() -> dict[str, Any]:
     with open_nvml() as (nvml, handle):
         if not handle:
             return limits
+        clocks = {
+            "max_sm_clock_mhz": nvml.NVML_CLOCK_SM,
+            "max_memory_clock_mhz": nvml.NVML_CLOCK_MEM,
+        }
+        for name, clock in clocks.items():
+            with contextlib.suppress(nvml.NVMLError):
+                limits[name] = nvml.nvmlDeviceGetMaxClockInfo(handle, clock)
         with contextlib.suppress(nvml.NVMLError):
-            clock_of = nvml.nvmlDeviceGetMaxClockInfo
-            limits["max_sm_clock_mhz"] = clock_of(handle, nvml.NVML_CLOCK_SM)
-            limits["max_memory_clock_mhz"] = clock_of(handle, nvml.NVML_CLOCK_MEM)
             limits["power_limit_w"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     return limits
 
