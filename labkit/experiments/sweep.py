@@ -22,12 +22,12 @@ import signal
 import stat
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
@@ -165,19 +165,20 @@ _OUT_OF_MEMORY_TEXTS = (
 )
 
 
-def _status(error: BaseException) -> str:
-    """Returns the status of a record whose measurement raised `error`."""
+def _failure(error: BaseException) -> tuple[str, str]:
+    """Returns the status and the reason of a record whose measurement raised `error`."""
     import torch
 
     if isinstance(error, Skip):
-        return "skipped"
+        return "skipped", str(error)
     if isinstance(error, Refused):
-        return "refused"
+        return "refused", str(error)
+    reason = f"{type(error).__name__}: {error}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "oom"
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS):
-        return "oom"
-    return "timeout" if isinstance(error, TimeoutError) else "error"
+        return "oom", reason
+    if isinstance(error, RuntimeError) and any(text in reason for text in _OUT_OF_MEMORY_TEXTS):
+        return "oom", reason
+    return "timeout" if isinstance(error, TimeoutError) else "error", reason
 
 
 def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -> None:
@@ -213,13 +214,11 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
                 finally:
                     del run  # it holds the case's tensors, which would lie beside the next case's
         except BaseException as error:
-            status = _status(error)
-            is_said = status in ("skipped", "refused")
-            text = str(error) if is_said else f"{type(error).__name__}: {error}"
+            status, reason = _failure(error)
             # What fails in a function of the user's is told in its record alone.
             if status == "error" and not getattr(case, "entrants", ()):
                 traceback.print_exception(error)
-            connection.send((status, text))
+            connection.send((status, reason))
             if status != "skipped":
                 sys.stderr.flush()
                 os._exit(0)  # a failed device context must run no destructors and no other case
@@ -271,45 +270,67 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     return context
 
 
+def _unmeasured(case: Case, status: str, reason: str) -> Measured:
+    """Returns what becomes of a phase that has no metrics; the reason is one line."""
+    return Measured({}, case.parameters, status=status, reason=reason.strip().split("\n")[0][:500])
+
+
 class _Worker:
-    """The session's side of one worker process."""
+    """The session's side of a process that runs cases. One is started for the first case, and
+    another after a failure.
+    """
 
     def __init__(self, module_name: str, is_rehearsal: bool = False):
-        context = _worker_context(module_name)
+        self.module_name = module_name
+        self.is_rehearsal = is_rehearsal
+        self.process: multiprocessing.Process | None = None
+
+    def outcomes(self, case: Case) -> Iterator[tuple[list[str], Measured]]:
+        """Yields phases of a case with what they gave: one, or all that are left where the case
+        could not be built; none at its end.
+        """
+        if case.fresh_process:
+            self.close()
+        left = list(case.phases)
+        while left:
+            was_used = self.process is not None
+            if not was_used:
+                self._start()
+            with contextlib.suppress(OSError):  # if the process has ended, `_receive` tells
+                self.connection.send(replace(case, phases=tuple(left)))
+            phase = ""
+            while self.process:
+                status, content = self._receive(case.timeout_s)
+                if status == "phase":
+                    phase = content
+                    continue
+                if status not in ("ok", "skipped"):
+                    self.close()
+                if status == "ended":
+                    if was_used and not phase:
+                        break  # perhaps by the case before it: run this one in another
+                    status = "error"
+                if status != "ok":
+                    content = _unmeasured(case, status, content)
+                names = [phase] if phase else left
+                left = [name for name in left if name not in names]
+                yield names, content
+                if not phase:
+                    break
+                phase = ""
+
+    def _start(self) -> None:
+        context = _worker_context(self.module_name)
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_worker_main, args=(theirs, module_name, is_rehearsal)
-        )
+        arguments = (theirs, self.module_name, self.is_rehearsal)
+        self.process = context.Process(target=_worker_main, args=arguments)
         self.process.start()
         theirs.close()
-        self.module_name = module_name
-        self.used = False
-
-    def outcomes(self, case: Case) -> Iterator[tuple[str, Measured]]:
-        """Yields each phase of a case with what it gave, and last "" with what became of the phases
-        that were not begun.
-
-        The status "ended", in place of "error", says that the process ended by itself.
-        """
-        self.used = True
-        with contextlib.suppress(OSError):  # if the process has ended, `_receive` tells
-            self.connection.send(case)
-        phase = ""
-        while True:
-            kind, content = self._receive(case.timeout_s)
-            if kind == "phase":
-                phase = content
-                continue
-            if kind != "ok":
-                reason = content.strip().split("\n")[0][:500]
-                content = Measured({}, case.parameters, status=kind, reason=reason)
-            yield phase, content
-            if kind not in ("ok", "skipped") or not phase:
-                return
-            phase = ""
 
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
-        """Returns the worker's next message, or that there was none in time."""
+        """Returns the worker's next message, or that there was none in time, or that it has ended
+        by itself.
+        """
         if wait([self.connection, self.process.sentinel], timeout_s):
             with contextlib.suppress(EOFError, ConnectionResetError):
                 if self.connection.poll():  # what it sent before it ended comes first
@@ -323,11 +344,14 @@ class _Worker:
         return "ended", f"the worker ended with exit code {code}"
 
     def close(self) -> None:
+        if not self.process:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # it may have no group of its own yet
         self.process.join()
         self.connection.close()
+        self.process = None
 
 
 def _own_folder() -> Path:
@@ -469,7 +493,6 @@ class Session:
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float] = {}
         self.shared: dict[tuple, tuple[float, list]] = {}
-        self._worker: _Worker | None = None
         self._is_busy = False
         self._software = software_versions()
         self._source = source_state()
@@ -541,6 +564,7 @@ class Session:
 
         counts = Counter()
         outcomes = self._shared if section in SESSION_SECTIONS else self._settled
+        self._worker = _Worker(self.module_name)
         try:
             for case in cases:
                 label = " ".join([section, *map(str, case.parameters.values())])
@@ -553,14 +577,9 @@ class Session:
                 # In another order, floats add up to a little more than the total.
                 progress.update(min(expected_seconds(self, case), progress.total - progress.n))
         finally:
-            self._end_worker()
+            self._worker.close()
         statuses = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
         progress.write(f"{self.notebook[:2]} {section}: {statuses}")
-
-    def _end_worker(self) -> None:
-        if self._worker:
-            self._worker.close()
-            self._worker = None
 
     def _shared(self, case: Case) -> list[tuple[str, Measured]]:
         """Returns as `_settled`, or what another chapter of this run measured a short time ago."""
@@ -593,35 +612,19 @@ class Session:
                 return
 
     def _outcomes(self, case: Case) -> Iterator[tuple[str, Measured]]:
-        """Yields what became of each phase of a case, once; what is left after a failure runs in a
-        new worker.
-        """
+        """Yields what became of each phase of a case, once."""
         left = list(case.phases)
-        while left:
-            if self._worker and self._worker.used and case.fresh_process:
-                self._end_worker()
-            if not self._worker:
-                self._worker = _Worker(self.module_name)
-            was_used = self._worker.used
-            part = replace(case, phases=tuple(left), ceilings=self.ceilings)
-            for phase, measured in self._worker.outcomes(part):
-                if measured.status not in ("ok", "skipped"):
-                    self._end_worker()
-                if measured.status == "ended":
-                    if was_used and not phase:
-                        break  # perhaps by the case before it: run this one in another
-                    measured = replace(measured, status="error")
-                # Outside of a phase, building the case failed: it has no phases at all.
-                for name in [phase] if phase else list(left):
-                    left.remove(name)
-                    outcome = self._checked(case, name, measured)
-                    yield name, outcome
-                if left and case.stop_at_failure and outcome.status != "ok":
-                    self._end_worker()  # it may be measuring what must be skipped
-                    reason = f"not run: {name} before it ended {outcome.status}"
-                    skipped = Measured({}, case.parameters, status="skipped", reason=reason)
-                    yield from ((name, skipped) for name in left)
-                    return
+        for phases, measured in self._worker.outcomes(replace(case, ceilings=self.ceilings)):
+            for phase in phases:
+                left.remove(phase)
+                outcome = self._checked(case, phase, measured)
+                yield phase, outcome
+            if left and case.stop_at_failure and outcome.status != "ok":
+                self._worker.close()  # it may be measuring what must be skipped
+                reason = f"not run: {phase} before it ended {outcome.status}"
+                skipped = _unmeasured(case, "skipped", reason)
+                yield from ((name, skipped) for name in left)
+                return
 
     def _checked(self, case: Case, phase: str, measured: Measured) -> Measured:
         """Returns a measurement, or an error if it is impossible, of another case or cannot be
@@ -633,7 +636,7 @@ class Session:
             check_plausible(measured.metrics, 1e3 * case.timeout_s)
             as_content(self._record(case, phase, measured))
         except (ValueError, TypeError) as error:  # TypeError: a value that JSON cannot hold
-            return Measured({}, case.parameters, status="error", reason=f"refused: {error}")
+            return _unmeasured(case, "error", f"refused: {error}")
         return measured
 
     def _record(self, case: Case, phase: str, measured: Measured) -> Record:
@@ -713,34 +716,25 @@ def rehearse(sessions: Sequence[Session]) -> None:
         return
     print(f"Compiling what {len(cases)} cases need, {num_workers} at a time", file=sys.stderr)
     left = iter(cases)
-    workers: list[_Worker] = []
 
     def rehearse_some() -> None:
-        worker = None
+        worker = _Worker("")
         for module_name, case in left:  # which all threads share
-            if not worker or worker.module_name != module_name:
-                worker = _Worker(module_name, is_rehearsal=True)
-                workers.append(worker)
-            *_, (_, last) = worker.outcomes(replace(case, time_limit_s=0.0, sustained=()))
-            # One that has come to the end of a case is up for the next.
-            if last.status != "skipped" or case.fresh_process:
-                workers.remove(worker)
+            if worker.module_name != module_name:
                 worker.close()
-                worker = None
-
-    with ThreadPoolExecutor(num_workers) as pool:
-        threads = [pool.submit(rehearse_some) for _ in range(num_workers)]
-        try:
-            for thread in threads:
-                thread.result()
-        except KeyboardInterrupt:
-            # No other case begins, and what runs, which would take minutes, is ended.
-            list(left)
-            for worker in list(workers):
-                worker.process.kill()
-            raise
-    for worker in workers:
+                worker = _Worker(module_name, is_rehearsal=True)
+            list(worker.outcomes(replace(case, time_limit_s=0.0, sustained=())))
         worker.close()
+
+    # As daemons, which an interrupt does not wait for: what runs would take minutes.
+    threads = [threading.Thread(target=rehearse_some, daemon=True) for _ in range(num_workers)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        list(left)  # no other case begins; the guard ends what runs
 
 
 def measure(sessions: Sequence[Session]) -> None:
