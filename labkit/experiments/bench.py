@@ -35,7 +35,6 @@ SHA-256 of the file that holds it. A chapter shows what its parameter `own` name
 """
 
 import ast
-import copy
 import functools
 import hashlib
 import importlib.util
@@ -76,11 +75,10 @@ from labkit.experiments.operations import (
     watched,
 )
 from labkit.experiments.sections import run_section
-from labkit.experiments.shared_step import WAYS, Way, steps_rank
+from labkit.experiments.shared_step import WAYS, SharedStep, Way, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Session
 from labkit.models.transformer import language_model_loss
-from labkit.parallel.data_parallel import NaiveDataParallel, finish_gradients
-from labkit.parallel.launch import rank_device
+from labkit.parallel.data_parallel import finish_gradients
 from labkit.records import SESSION_SECTIONS, to_frame
 
 MEASUREMENT_VERSION = 1
@@ -186,45 +184,44 @@ def _wrappers(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
 
 
 def wrapper_rank(
-    phases: Sequence[str], entrants: Sequence[Entrant], *arguments: Any
+    phases: Sequence[str], entrants: Sequence[Entrant], parameters: dict, time_limit_s: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs chapter 07's steps on this rank, ours and those of the phases, which may be under
     wrappers of the user's.
     """
     WAYS["ours"] = WAYS["bucketed 100 MB"]
-    pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
+    wrapped: dict[str, nn.Module] = {}
     for entrant in entrants:
-        wrap = functools.partial(_wrapped, _load(entrant), pairs, entrant.label)
+        wrap = functools.partial(_wrapped, _load(entrant), wrapped, entrant.label)
         WAYS[entrant.label] = Way(wrap)
     names = [phase.removesuffix(" step") for phase in phases]
     # What takes part in no communication comes first.
     ways = sorted({"ours", *names}, key=lambda way: (way != "alone", way))
-    seen = dict(steps_rank(ways, *arguments))
+    seen = dict(steps_rank(ways, parameters, time_limit_s))
     for name in names:
-        deviation = _gradient_deviation(*pairs[name]) if name in pairs else 0.0
-        beside = {"ours_ms": seen["ours"]["samples_ms"], "gradient_deviation": deviation}
+        beside = {"ours_ms": seen["ours"]["samples_ms"], "gradient_deviation": 0.0}
+        if name in wrapped:
+            beside["gradient_deviation"] = _gradient_deviation(wrapped[name], parameters)
         yield f"{name} step", seen[name] | beside
 
 
-def _wrapped(wrapper: Callable, pairs: dict, label: str, module: nn.Module) -> nn.Module:
-    plain = copy.deepcopy(module)
+def _wrapped(wrapper: Callable, wrapped: dict, label: str, module: nn.Module) -> nn.Module:
     has_buckets = "bucket_size_mb" in inspect.signature(wrapper).parameters
-    wrapped = wrapper(module, **({"bucket_size_mb": 100} if has_buckets else {}))
-    pairs[label] = wrapped, plain
-    return wrapped
+    wrapped[label] = wrapper(module, **({"bucket_size_mb": 100} if has_buckets else {}))
+    return wrapped[label]
 
 
-def _gradient_deviation(wrapped: nn.Module, plain: nn.Module) -> float:
+def _gradient_deviation(wrapped: nn.Module, parameters: dict) -> float:
     """Returns the largest relative difference between a gradient and the ranks' average of that of
-    rank 0's parameters without a wrapper. Collective.
+    rank 0's parameters under the naive wrapper. Collective.
     """
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    tokens = torch.randint(plain.config.vocab_size, (2, plain.max_context), generator=generator)
-    tokens = tokens.to(rank_device())
-    pairs = list(zip(wrapped.parameters(), plain.parameters(), strict=True))
+    naive = SharedStep(WAYS["naive"], parameters)
+    pairs = list(zip(wrapped.parameters(), naive.model.parameters(), strict=True))
     for p, mine in pairs:
         mine.data.copy_(p)
-    for model in (wrapped, NaiveDataParallel(plain)):
+        dist.broadcast(mine.data, src=0)
+    tokens = naive.targets  # none that it has seen
+    for model in (wrapped, naive.model):
         model.zero_grad()
         language_model_loss(model(tokens), tokens).backward()
         finish_gradients(model)
@@ -352,14 +349,11 @@ def bench(
     if multiprocessing.parent_process():
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
     check_known("operation", op, RIVALS)
-    for name, value in {"shape": shape, "against": against}.items():
-        if not isinstance(value, str):
-            raise RequestError(f"{name} must be a text, got {value!r}")
     precisions = ("fp32",) if op in ("adamw", "optimizer") else ("fp32", "bf16")
     check_known(f"precision of {op}", precision, precisions)
     if warmup < 1 or steps < 2:
         raise RequestError(f"{warmup} warm-up calls and {steps} steps; accepted: from 1, from 2")
-    rivals = dict.fromkeys((against or USUAL.get(op, "eager,compiled,ours")).split(","))
+    rivals = dict.fromkeys(str(against or USUAL.get(op, "eager,compiled,ours")).split(","))
     for name in rivals:
         check_known(f"implementation of {op}", name, RIVALS[op])
     device = detect()
@@ -445,7 +439,7 @@ def _sizes(op: str, shape: str, kind: str) -> dict:
     """Returns the sizes of an operation by the name that a case gives them."""
     names, least, step, *usual = FORMS.get(op, ROWS)
     example = usual[kind == "cuda"]
-    sizes = [int(text) if text.isdecimal() else 0 for text in (shape or example).split("x")]
+    sizes = [int(text) if text.isdecimal() else 0 for text in str(shape or example).split("x")]
     rule = f"{names[-2]} from {least}, {names[-1]} in steps of {step}"
     is_right = len(sizes) == len(names) and min(sizes) and sizes[-2] >= least
     if is_right and op == "model":

@@ -126,7 +126,8 @@ class Operation:
         grad_outs: the gradient of each output.
         formula: of (*inputs in fp64, dtype); the outputs, computed in `dtype`.
         costs: {"flops": …} or {"num_bytes": …} by pass, the one that needs no other first.
-        terms: of the longest sum behind "out" or a gradient, as "dx".
+        terms: of the longest sum behind "out", and behind a gradient, as "dx", where that has
+            others.
         implementations: by name; baseline: the one that ratios divide by.
         method: of `timing`, on CUDA; num_warmup: untimed calls of each. num_rounds: timed calls of
             each, 0 for as many as the time limit holds.
@@ -230,7 +231,8 @@ class Operation:
             shape = (-1, 1) if key == "out" else (1, -1)
             rows = (x if x.dim() > 1 else x.reshape(shape) for x in tensors)
             # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
-            verdicts.append(numerics.judge(key, *rows, dtype=self.dtype, num_terms=self.terms[key]))
+            num_terms = self.terms.get(key, self.terms["out"])
+            verdicts.append(numerics.judge(key, *rows, dtype=self.dtype, num_terms=num_terms))
         return verdicts
 
     def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:

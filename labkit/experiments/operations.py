@@ -122,7 +122,7 @@ def new_attention(device: Device, parameters: dict) -> Operation:
             name: {"flops": accounting.attention_call_flops(name, *call, causal=causal)}
             for name in PASSES
         },
-        terms=dict.fromkeys(("out", "dq", "dk", "dv"), length),
+        terms={"out": length},
         implementations=IMPLEMENTATIONS["attention"],
         baseline=baseline,
         options={"causal": causal},
@@ -250,7 +250,7 @@ def row_operation(device: Device, parameters: dict) -> Operation:
         grad_outs=[torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs],
         formula=lambda *inputs, dtype: definition.formula(*(x.to(dtype) for x in inputs), *others),
         costs={"forward": {unit: forward}, "forward_backward": {unit: forward + backward}},
-        terms=dict.fromkeys(("out", *(f"d{each}" for each in names)), max(rows, columns)),
+        terms={"out": max(rows, columns)},
         implementations=IMPLEMENTATIONS[name],
         others=others,
     )
@@ -496,51 +496,71 @@ IMPLEMENTATIONS["adamw"] = IMPLEMENTATIONS["optimizer"]
 """By operation and name; `register` adds to them."""
 
 
+def new_model(device: Device, parameters: dict) -> Model:
+    """Returns the passes of a model of the dimensions that a case names."""
+    precision = parameters["precision"]
+    batch = parameters["batch"]
+    context = parameters["context_length"]
+    sizes = {name: parameters[name] for name in MODEL}
+    config = ModelConfig("bench", "a case's", **sizes)
+    vocab_size = config.vocab_size
+    return Model(
+        device,
+        precision,
+        inputs={},
+        others=(torch.randint(vocab_size, (2, batch, context), device=device.kind),),
+        grad_outs=draw(device.kind, precision, (batch, context, vocab_size)),
+        costs={
+            name: {"flops": accounting.phase_flops(config, batch, context, name, causal=False)}
+            for name in MODEL_PASSES
+        },
+        terms={"out": config.d_ff, "gradient": batch * context},
+        implementations=IMPLEMENTATIONS["model"],
+        options={
+            **sizes,
+            "vocab_size": vocab_size,
+            "context_length": context,
+            "rope_theta": config.rope_theta,
+        },
+        method="window",
+        num_warmup=parameters["warmup"],
+        num_rounds=parameters["steps"],
+        num_parameters=accounting.num_parameters(config),
+    )
+
+
+def new_optimizer(device: Device, parameters: dict) -> Optimizer:
+    """Returns AdamW's step on a matrix and a vector."""
+    rows, columns = parameters["rows"], parameters["columns"]
+    names = ["params"]
+    if parameters["operation"] == "adamw":
+        names += ["grads", "exp_avgs", "exp_avg_sqs", "step"]
+    return Optimizer(
+        device,
+        "fp32",
+        inputs={},
+        grad_outs=draw(device.kind, "fp32", (rows, columns), (columns,)),
+        costs={"step": {"num_bytes": ADAMW_BYTES * (rows + 1) * columns}},
+        terms={"out": 1},
+        implementations=IMPLEMENTATIONS["optimizer"],
+        options=dict.fromkeys([*names, *ADAMW]),
+        method="flush",
+    )
+
+
+NEW = {
+    "attention": new_attention,
+    "model": new_model,
+    "optimizer": new_optimizer,
+    "adamw": new_optimizer,
+    **dict.fromkeys(DEFINITIONS, row_operation),
+}
+"""What makes an operation of a device and a case's parameters, by its name."""
+
+
 def watched(device: Device, parameters: dict) -> Operation:
     """Returns the operation of a case, watched, which is attention where it names none."""
-    operation = parameters.get("operation", "attention")
-    given = {"device": device, "precision": parameters["precision"], "inputs": {}}
-    given |= {"implementations": IMPLEMENTATIONS[operation], "is_watched": True}
-    if operation == "model":
-        sizes = {name: parameters[name] for name in MODEL}
-        config = ModelConfig("bench", "a case's", **sizes)
-        batch = parameters["batch"]
-        context = parameters["context_length"]
-        shape = batch, context, config.vocab_size
-        return Model(
-            **given,
-            others=(torch.randint(config.vocab_size, (2, batch, context), device=device.kind),),
-            grad_outs=draw(device.kind, parameters["precision"], shape),
-            costs={
-                name: {"flops": accounting.phase_flops(config, batch, context, name, causal=False)}
-                for name in MODEL_PASSES
-            },
-            terms={"out": config.d_ff, "gradient": batch * context},
-            options={
-                **sizes,
-                "vocab_size": config.vocab_size,
-                "context_length": context,
-                "rope_theta": config.rope_theta,
-            },
-            method="window",
-            num_warmup=parameters["warmup"],
-            num_rounds=parameters["steps"],
-            num_parameters=accounting.num_parameters(config),
-        )
-    if operation in ("adamw", "optimizer"):
-        rows, columns = parameters["rows"], parameters["columns"]
-        names = ["params"]
-        if operation == "adamw":
-            names += ["grads", "exp_avgs", "exp_avg_sqs", "step"]
-        return Optimizer(
-            **given,
-            grad_outs=draw(device.kind, "fp32", (rows, columns), (columns,)),
-            costs={"step": {"num_bytes": ADAMW_BYTES * (rows + 1) * columns}},
-            terms={"out": 1},
-            options=dict.fromkeys([*names, *ADAMW]),
-            method="flush",
-        )
-    new = new_attention if operation == "attention" else row_operation
+    new = NEW[parameters.get("operation", "attention")]
     return replace(new(device, parameters), baseline="ours", is_watched=True)
 
 
