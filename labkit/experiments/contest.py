@@ -142,11 +142,11 @@ class Operation:
 
     device: Device
     precision: str
-    inputs: dict[str, Tensor]
     grad_outs: Tensors
     costs: dict[str, dict[str, int]]
     terms: dict[str, int]
     implementations: dict[str, Implementation]
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     formula: Callable | None = None
     baseline: str = "ours"
     peak_precision: str = ""

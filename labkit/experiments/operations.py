@@ -302,7 +302,7 @@ class Made(Operation):
         (_, *twins), calls = self.live[impl]
         results = []
         for twin in twins:
-            for tensors in calls if self.is_in_place else calls[-1:]:
+            for tensors in calls:
                 expected = self.act(twin, name, tensors)
             results.append([x.detach().to(torch.float64, copy=True) for x in expected])
         calls.clear()
@@ -507,7 +507,6 @@ def new_model(device: Device, parameters: dict) -> Model:
     return Model(
         device,
         precision,
-        inputs={},
         others=(torch.randint(vocab_size, (2, batch, context), device=device.kind),),
         grad_outs=draw(device.kind, precision, (batch, context, vocab_size)),
         costs={
@@ -538,7 +537,6 @@ def new_optimizer(device: Device, parameters: dict) -> Optimizer:
     return Optimizer(
         device,
         "fp32",
-        inputs={},
         grad_outs=draw(device.kind, "fp32", (rows, columns), (columns,)),
         costs={"step": {"num_bytes": ADAMW_BYTES * (rows + 1) * columns}},
         terms={"out": 1},
@@ -553,14 +551,15 @@ NEW = {
     "model": new_model,
     "optimizer": new_optimizer,
     "adamw": new_optimizer,
-    **dict.fromkeys(DEFINITIONS, row_operation),
 }
-"""What makes an operation of a device and a case's parameters, by its name."""
+"""What makes an operation of a device and a case's parameters, by its name; of all others
+`row_operation`.
+"""
 
 
 def watched(device: Device, parameters: dict) -> Operation:
     """Returns the operation of a case, watched, which is attention where it names none."""
-    new = NEW[parameters.get("operation", "attention")]
+    new = NEW.get(parameters.get("operation", "attention"), row_operation)
     return replace(new(device, parameters), baseline="ours", is_watched=True)
 
 

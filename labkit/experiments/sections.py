@@ -134,10 +134,11 @@ def sustained_metrics(
 
     Args:
         timed: what its timer gave. What was replayed from a CUDA graph is replayed here, and not
-            held up by the host. ceiling: the session's sustained rate in the unit of the call's;
+            held up by the host. ceiling: the session's sustained TFLOP/s, where flops are counted;
             work: `flops` or `num_bytes` of a call.
     """
-    is_replayed, length_s = timed.timing.method == "graph", SUSTAINED_S[device.kind]
+    is_replayed = timed.timing.method == "graph"
+    length_s = SUSTAINED_S[device.kind]
     run, num_calls = captured(call) if is_replayed else (call, 1)
     window = sustained(
         run,
@@ -149,8 +150,8 @@ def sustained_metrics(
     )
     metrics = window.metrics
     if ceiling:
-        rate = metrics["sustained_tflops" if "flops" in work else "sustained_gb_per_s"]
-        metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": rate / ceiling}
+        fraction = metrics["sustained_tflops"] / ceiling
+        metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": fraction}
     timed.telemetry["sustained"] = {**window.telemetry, "is_replayed": is_replayed}
     if window.telemetry.get("disturbed"):
         timed.telemetry.update(disturbed=True, disturbed_by=window.telemetry["disturbed_by"])

@@ -156,7 +156,7 @@ PhaseRun = tuple[str, Callable[[], Measured]]
 """A phase's name and the function that measures it; `run_case` of an experiment yields these."""
 
 
-# Allocation failures that are raised as a plain RuntimeError.
+# Allocation failures that are raised as another error.
 _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -174,9 +174,8 @@ def _failure(error: BaseException) -> tuple[str, str]:
     if isinstance(error, Refused):
         return "refused", str(error)
     reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "oom", reason
-    if isinstance(error, RuntimeError) and any(text in reason for text in _OUT_OF_MEMORY_TEXTS):
+    is_known = any(text in reason for text in _OUT_OF_MEMORY_TEXTS)
+    if is_known or isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "oom", reason
     return "timeout" if isinstance(error, TimeoutError) else "error", reason
 
@@ -243,7 +242,7 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
     # One server serves the sessions of all notebooks.
     chapters = (f"labkit.experiments.{name.split('_', 1)[1]}" for name in notebooks.names())
-    preloaded = [*dict.fromkeys([module_name, *chapters]), *PRELOADED]
+    preloaded = [module_name, *chapters, *PRELOADED]
     if not has_gpu_driver():
         # With a GPU, which the server must not touch, each worker imports the compiler.
         preloaded.append("torch._inductor.compile_fx")
@@ -741,10 +740,9 @@ def measure(sessions: Sequence[Session]) -> None:
     """Measures what several sessions have not recorded yet, under one bar."""
     if any(session.device.kind == "cuda" for session in sessions):
         rehearse(sessions)  # on a CPU it would take the cores that compile each case as it comes
-    shared: dict[tuple, tuple[float, list]] = {}
     with progress_bar(sessions) as progress:
         for session in sessions:
-            session.shared = shared
+            session.shared = sessions[0].shared
             session.run(progress)
 
 
