@@ -717,9 +717,9 @@ def rehearse(sessions: Sequence[Session]) -> None:
     left = iter(cases)
 
     def rehearse_some() -> None:
-        worker = _Worker("")
+        worker = _Worker(sessions[0].module_name, is_rehearsal=True)
         for module_name, case in left:  # which all threads share
-            if worker.module_name != module_name:
+            if module_name != worker.module_name:
                 worker.close()
                 worker = _Worker(module_name, is_rehearsal=True)
             list(worker.outcomes(replace(case, time_limit_s=0.0, sustained=())))
