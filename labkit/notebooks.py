@@ -82,7 +82,7 @@ def without_lessons(notebook):
     return type(notebook)(notebook, cells=cells)
 
 
-def narrowing(name: str, profile: str, options: Mapping[str, Any]) -> dict[str, list]:
+def narrowing(name: str, profile: str, options: Mapping) -> dict[str, list]:
     """Returns what `options` name of a notebook's grid, in the grid's order; nothing for an option
     without a value, which leaves the grid whole.
 
@@ -136,7 +136,7 @@ def listed(key: str, value: Any) -> list:
     return [int(item) if item.isdigit() else item for item in items]
 
 
-def show(name: str, values: Mapping[str, Any]):
+def show(name: str, values: Mapping):
     """Executes a notebook's cells but the lessons in this process and returns it with what their
     last lines show.
 
@@ -153,7 +153,7 @@ def show(name: str, values: Mapping[str, Any]):
     from nbformat.v4 import new_output
 
     notebook = without_lessons(read(name))
-    variables: dict[str, Any] = {}
+    variables: dict = {}
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
@@ -174,7 +174,7 @@ def show(name: str, values: Mapping[str, Any]):
     return notebook
 
 
-def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False):
+def execute(name: str, values: Mapping, *, lessons: bool = False):
     """Executes a notebook in a new kernel of this Python and returns it with its outputs.
 
     Args:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pandas as pd
 import torch
@@ -45,7 +44,7 @@ CONTESTS = {
 BASICS = "cs336-basics"
 """Folder of the package that the tests import."""
 
-Outcome = dict[str, Any]
+Outcome = dict
 """How a test, or a file of tests, ended: "test", "state" (passed, skipped, failed, timeout, crashed
 or, where NotImplementedError is raised, missing), "seconds", "reason".
 """
@@ -226,7 +225,7 @@ def _attend(function: Callable, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
     return out.unflatten(0, q.shape[:2])
 
 
-def _on_one_rank(adapter: Callable, params: list, **options: Any) -> torch.optim.Optimizer:
+def _on_one_rank(adapter: Callable, params: list, **options) -> torch.optim.Optimizer:
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     return adapter(params, torch.optim.AdamW, **options)

@@ -46,7 +46,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -185,7 +184,7 @@ def _wrappers(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
 
 def wrapper_rank(
     phases: Sequence[str], entrants: Sequence[Entrant], parameters: dict, time_limit_s: float
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict]]:
     """Runs chapter 07's steps on this rank, ours and those of the phases, which may be under
     wrappers of the user's.
     """
@@ -289,7 +288,7 @@ class OwnSession(BenchSession):
         own: "FILE.py:NAME", in chapter 08 after the operation and a colon.
     """
 
-    def __init__(self, notebook: str, own: str, **options: Any):
+    def __init__(self, notebook: str, own: str, **options):
         super().__init__(notebook, **options)
         self.module_name = __name__
         operation, entrant = own_entrant(notebook, own)

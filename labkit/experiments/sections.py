@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ class Plan(list[Case]):
         super().__init__(cases)
         self.limits = {"timeout_s": grid.case_timeout_s, "time_limit_s": grid.time_limit_s}
 
-    def add(self, section: str, parameters: dict, *phases: str, **options: Any) -> None:
+    def add(self, section: str, parameters: dict, *phases: str, **options) -> None:
         self.append(Case(section, parameters, phases, **self.limits | options))
 
 
@@ -93,7 +92,7 @@ class Timed:
     """What a timer gave, and what the GPU's clocks, power and temperature were."""
 
     timing: Timing
-    telemetry: dict[str, Any]
+    telemetry: dict
 
     def measured(
         self,
@@ -114,7 +113,7 @@ class Timed:
         return Measured(metrics, case, observed or {}, samples, timer, self.telemetry)
 
 
-def timed(device: Device, timer: Callable[..., Timing], *args: Any, **options: Any) -> Timed:
+def timed(device: Device, timer: Callable[..., Timing], *args, **options) -> Timed:
     """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
     with Monitor(device.kind) as monitor:
         timing = timer(*args, **options)
@@ -124,7 +123,7 @@ def timed(device: Device, timer: Callable[..., Timing], *args: Any, **options: A
 def sustained_metrics(
     device: Device,
     timed: Timed,
-    call: Callable[[], Any],
+    call: Callable,
     *,
     ceiling: float | None = None,
     **work: float,

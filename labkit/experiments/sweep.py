@@ -109,7 +109,7 @@ class Case:
     """
 
     section: str
-    parameters: dict[str, Any]
+    parameters: dict
     phases: tuple[str, ...]
     timeout_s: float
     time_limit_s: float = 3.0
@@ -125,11 +125,11 @@ class Measured:
     """What became of one phase of one case; fields as in Record."""
 
     metrics: dict[str, float | int | None]
-    case: dict[str, Any]
-    observed: dict[str, Any] = field(default_factory=dict)
+    case: dict
+    observed: dict = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
-    timer: dict[str, Any] = field(default_factory=dict)
-    telemetry: dict[str, Any] = field(default_factory=dict)
+    timer: dict = field(default_factory=dict)
+    telemetry: dict = field(default_factory=dict)
     status: str = "ok"
     reason: str = ""
 
