@@ -7,11 +7,11 @@ and results are the course's.
 import functools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.kernels.flash_attention import FlashAttention, TiledFlashAttention
-from labkit.parallel.collectives import all_gather
 from labkit.parallel.data_parallel import BucketedDataParallel, OverlappedDataParallel
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
 from labkit.parallel.sharded_optimizer import ShardedOptimizer
@@ -70,16 +70,11 @@ def all_rows(p: nn.Parameter) -> Tensor:
     """Gathers without DTensor's `full_tensor()`, which crashes with gloo on a GPU (PyTorch's pull
     request 132709), the backend of the tests.
     """
-    num_rows = getattr(p, "num_rows", len(p))
-    if num_rows == len(p):  # replicated
+    if getattr(p, "num_rows", len(p)) == len(p):  # replicated
         return p.detach()
-    world_size = dist.get_world_size()
-    most = -(-num_rows // world_size)
-    whole = p.new_empty(most * world_size, *p.shape[1:])
-    own = whole.split(most)[dist.get_rank()]
-    own[: len(p)] = p.detach()
-    all_gather(whole, own)
-    return whole[:num_rows]
+    shards: list = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, p.detach().cpu())
+    return torch.cat(shards).to(p.device)
 
 
 def ddp_on_after_backward(ddp_model: nn.Module, optimizer: object) -> None:
