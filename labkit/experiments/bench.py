@@ -41,7 +41,6 @@ import importlib.util
 import inspect
 import math
 import multiprocessing
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -198,7 +197,7 @@ def wrapper_rank(
     ways = sorted({"ours", *names}, key=lambda way: (way != "alone", way))
     seen = dict(steps_rank(ways, parameters, time_limit_s))
     for name in names:
-        beside = {"ours_ms": seen["ours"]["samples_ms"], "gradient_deviation": 0.0}
+        beside = {"ours": seen["ours"], "gradient_deviation": 0.0}
         if name in wrapped:
             beside["gradient_deviation"] = _gradient_deviation(wrapped[name], parameters)
         yield f"{name} step", seen[name] | beside
@@ -237,8 +236,8 @@ def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
         raise Refused(f"its gradients are not the ranks' averages, but {deviation:.2g} off")
     measured = distributed.measured_step(case, ranks)
     metrics = measured.metrics | {"budget_fraction": deviation / LARGEST_DEVIATION}
-    ours_ms = map(max, zip(*(rank["ours_ms"] for rank in ranks), strict=True))
-    metrics["ratio_to_ours"] = metrics["median_ms"] / statistics.median(ours_ms)
+    ours = distributed.measured_step(case, [rank["ours"] for rank in ranks])
+    metrics["ratio_to_ours"] = metrics["median_ms"] / ours.metrics["median_ms"]
     return replace(measured, case=case.parameters | measured.case, metrics=metrics)
 
 
