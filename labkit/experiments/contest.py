@@ -488,7 +488,6 @@ def contest(operation: Operation, case: ContestCase) -> Iterator[PhaseRun]:
                     # It ends the process; the next goes on.
                     yield f"{impl} {name}", functools.partial(_raise, error)
         for impl, timed, metrics in time_in_turn(operation, case, name, impls, verdicts):
-            metrics |= verdicts[impl]._asdict()
             yield f"{impl} {name}", functools.partial(measure, impl, name, timed, metrics)
 
 
@@ -501,16 +500,16 @@ def time_in_turn(
     case: ContestCase,
     name: str,
     impls: Sequence[str],
-    judged: Iterable[str],
+    verdicts: dict[str, numerics.Verdict],
 ) -> list[tuple[str, Timed, dict]]:
-    """Returns the times of one pass by implementation, and metrics beside them; they are timed in
-    turn with a baseline that has been judged.
+    """Returns the times of one pass by implementation, and metrics beside them, the verdict's
+    among them; they are timed in turn with a baseline that has a verdict.
     """
     # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not
     # be searched each time, which takes longer than most samplings.
     gc.freeze()
     kind = operation.device.kind
-    calls = {impl: operation.call(impl, name) for impl in judged}
+    calls = {impl: operation.call(impl, name) for impl in verdicts}
     has_baseline = operation.baseline in calls
     once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
     least_ms = timer.GRAPH_REPLAY_MS if kind == "cuda" else 0
@@ -522,7 +521,7 @@ def time_in_turn(
         comparison = _compared(operation, calls, reference, operation.num_rounds or num_rounds)
     times = []
     for impl in impls:
-        metrics = {}
+        metrics = verdicts[impl].metrics()
         if has_baseline:
             keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
             metrics |= zip(keys, comparison.ratio[impl], strict=True)
