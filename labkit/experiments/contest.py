@@ -521,7 +521,7 @@ def time_in_turn(
         comparison = _compared(operation, calls, reference, operation.num_rounds or num_rounds)
     times = []
     for impl in impls:
-        metrics = verdicts[impl].metrics()
+        metrics = verdicts[impl]._asdict()
         if has_baseline:
             keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
             metrics |= zip(keys, comparison.ratio[impl], strict=True)

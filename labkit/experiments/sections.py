@@ -108,7 +108,7 @@ class Timed:
         timing = self.timing
         is_kept = keep and timing.n <= KEPT_SAMPLES
         samples = {keep: list(timing.samples_ms)} if is_kept else {}
-        metrics = {**timing.metrics(), **metrics}
+        metrics = timing.metrics() | metrics
         timer = timing.description()
         return Measured(metrics, case, observed or {}, samples, timer, self.telemetry)
 
