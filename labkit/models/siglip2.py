@@ -113,12 +113,7 @@ def _flex():
     return torch.compile(create_block_mask, options=MASK_OPTIONS), torch.compile(flex_attention)
 
 
-def masked_attention(
-    q_MHD: Tensor,
-    k_MHD: Tensor,
-    v_MHD: Tensor,
-    grids_I2: Tensor,
-) -> Tensor:
+def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tensor) -> Tensor:
     """Returns attention within each image (M, H, D), by a mask of which patches are of one image,
     made here.
     """
@@ -152,12 +147,7 @@ class Attention(nn.Module):
     `attend` then gets that, cumulative lengths and the longest, as `flash_attention_qkv` does.
     """
 
-    def __init__(
-        self,
-        config: Siglip2Config,
-        step: int,
-        attend: Callable[..., Tensor],
-    ):
+    def __init__(self, config: Siglip2Config, step: int, attend: Callable[..., Tensor]):
         super().__init__()
         width = config.d_model
         self.config = config
@@ -328,7 +318,6 @@ class Siglip2Encoder(nn.Module):
                 f"recomputed must be from 0 to {most} with impl={impl!r}; got {recomputed}"
             )
         self.config = config
-        self.impl = impl
         self.step = IMPLS.index(impl)
         with torch.device(device or torch.get_default_device()):
             self.patch_embedding = nn.Linear(config.patch_dim, config.d_model)

@@ -23,6 +23,9 @@ from labkit.kernels.norms import rms_norm
 from labkit.kernels.rotary import rotary as rotate
 from labkit.kernels.swiglu import swiglu
 
+Linear = functools.partial(nn.Linear, bias=False)
+"""Every matrix of the model is without a bias."""
+
 Stream = Tensor | tuple[Tensor, Tensor]
 """What goes from block to block, (B, T, C); with fused blocks two tensors that the next norm adds.
 """
@@ -41,10 +44,10 @@ gate, the loss.
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, the statistics in fp32 whatever the input's dtype."""
 
-    def __init__(self, d_model: int, impl: str = "eager"):
+    def __init__(self, d_model: int, is_fused: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d_model))
-        self.is_fused = impl == "fused"
+        self.is_fused = is_fused
 
     def forward(self, x: Stream) -> Tensor:
         if self.is_fused:
@@ -84,21 +87,16 @@ class RotaryEmbedding(nn.Module):
 class CausalSelfAttention(nn.Module):
     """Multi-head attention without biases; `attention` names the implementation, see ATTENTION."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: str,
-        impl: str = "eager",
-    ):
+    def __init__(self, config: ModelConfig, attention: str, is_fused: bool):
         super().__init__()
         self.num_heads = config.num_heads
         self.attention = attention
         width = config.d_model
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.out_proj = nn.Linear(width, width, bias=False)
-        self.is_fused = impl == "fused"
+        self.q_proj = Linear(width, width)
+        self.k_proj = Linear(width, width)
+        self.v_proj = Linear(width, width)
+        self.out_proj = Linear(width, width)
+        self.is_fused = is_fused
 
     def forward(self, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (
@@ -119,12 +117,12 @@ class CausalSelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)): three matrices."""
 
-    def __init__(self, config: ModelConfig, impl: str = "eager"):
+    def __init__(self, config: ModelConfig, is_fused: bool):
         super().__init__()
-        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
-        self.is_fused = impl == "fused"
+        self.gate_proj = Linear(config.d_model, config.d_ff)
+        self.up_proj = Linear(config.d_model, config.d_ff)
+        self.down_proj = Linear(config.d_ff, config.d_model)
+        self.is_fused = is_fused
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_fused:
@@ -138,21 +136,16 @@ class Block(nn.Module):
     Fused, it leaves the last addition to the next norm.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: str,
-        impl: str = "eager",
-    ):
+    def __init__(self, config: ModelConfig, attention: str, is_fused: bool = False):
         super().__init__()
-        self.impl = impl
-        self.attention_norm = RMSNorm(config.d_model, impl)
-        self.attention = CausalSelfAttention(config, attention, impl)
-        self.feed_forward_norm = RMSNorm(config.d_model, impl)
-        self.feed_forward = SwiGLU(config, impl)
+        self.is_fused = is_fused
+        self.attention_norm = RMSNorm(config.d_model, is_fused)
+        self.attention = CausalSelfAttention(config, attention, is_fused)
+        self.feed_forward_norm = RMSNorm(config.d_model, is_fused)
+        self.feed_forward = SwiGLU(config, is_fused)
 
     def forward(self, x_BTC: Stream, rotary: RotaryEmbedding) -> Stream:
-        if self.impl == "fused":
+        if self.is_fused:
             normed_BTC, x_BTC = self.attention_norm.with_sum(x_BTC)
             stream = self.attention(normed_BTC, rotary), x_BTC
             normed_BTC, x_BTC = self.feed_forward_norm.with_sum(stream)
@@ -197,13 +190,15 @@ class TransformerLM(nn.Module):
             )
         self.config = config
         self.impl = impl
+        self.is_fused = impl == "fused"
         self.max_context = max_context
         with torch.device(device or torch.get_default_device()):
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-            blocks = [Block(config, attention, impl) for _ in range(config.num_layers)]
-            self.blocks = nn.ModuleList(blocks)
-            self.norm = RMSNorm(config.d_model, impl)
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.blocks = nn.ModuleList(
+                Block(config, attention, self.is_fused) for _ in range(config.num_layers)
+            )
+            self.norm = RMSNorm(config.d_model, self.is_fused)
+            self.head = Linear(config.d_model, config.vocab_size)
             self.rotary = RotaryEmbedding(config.d_head, max_context, config.rope_theta)
         # Every matrix is drawn from N(0, 0.02²), as GPT-2 does; norm gains stay 1.
         for module in self.modules():
@@ -221,7 +216,7 @@ class TransformerLM(nn.Module):
         normed_BTC = self.norm(x_BTC)
         if targets_BT is None:
             return self.head(normed_BTC)
-        if self.impl == "fused":
+        if self.is_fused:
             return linear_cross_entropy(normed_BTC, self.head.weight, targets_BT)
         return language_model_loss(self.head(normed_BTC), targets_BT)
 
