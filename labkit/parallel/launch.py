@@ -74,7 +74,7 @@ def launch(
     function: Callable | str,
     nproc: int,
     *args: Any,
-    device: str | None = None,
+    device: str,
     timeout_s: float = 600,
     collective_timeout_s: float = 120,
 ) -> list[list[Any]]:
@@ -87,7 +87,7 @@ def launch(
         function: module-level generator, or its name as "module:function". Arguments and what it
             yields are pickled.
         nproc: number of ranks.
-        device: "cuda", a GPU a rank with NCCL, or "cpu", with gloo; CUDA where there is a GPU.
+        device: "cuda", a GPU a rank with NCCL, or "cpu", with gloo.
         timeout_s: seconds for everything after the ranks' imports; collective_timeout_s: seconds
             for one collective.
 
@@ -103,7 +103,6 @@ def launch(
         raise ValueError(
             f"cannot start {name!r} on a rank; accepted: a function of an importable module"
         )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     nodes = num_nodes()
     if device not in ("cpu", "cuda") or nproc < 1 or (device == "cuda" and nproc > num_gpus()):
         raise ValueError(
@@ -253,9 +252,9 @@ def _ended(ranks: Sequence[subprocess.Popen]) -> list[int]:
         process.terminate()
         process.send_signal(signal.SIGCONT)  # while it is stopped it cannot say where it stands
     deadline = time.monotonic() + ENDING_S
-    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
-        time.sleep(0.02)
     for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0, deadline - time.monotonic()))
         process.kill()
         process.wait()
     return stopped
