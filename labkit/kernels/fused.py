@@ -81,7 +81,7 @@ def is_watched(tensors: Sequence[Tensor]) -> bool:
     operators.
     """
     for x in tensors:
-        if type(x) is not Tensor and type(x) is not Parameter:
+        if type(x) not in (Tensor, Parameter):
             return True
     return (
         torch.compiler.is_compiling()

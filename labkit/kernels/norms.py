@@ -344,12 +344,12 @@ def _normalise(
                 f"the last dimension of x must be at most {MAX_COLUMNS}, got {x.shape[-1]}"
             )
         weight, bias = parameters["weight"], parameters.get("bias")
-        outputs = norm(x, residual, weight, bias, eps, dtype)
-        return outputs[0] if residual is None else (outputs[0], outputs[-1])
-    total = x if residual is None else x + residual
-    function = F.layer_norm if "bias" in parameters else F.rms_norm
-    widened = {name: wide(tensor) for name, tensor in parameters.items()}
-    y = function(wide(total), x.shape[-1:], **widened, eps=eps).to(dtype)
+        y, *_, total = norm(x, residual, weight, bias, eps, dtype)
+    else:
+        total = x if residual is None else x + residual
+        function = F.layer_norm if "bias" in parameters else F.rms_norm
+        widened = {name: wide(tensor) for name, tensor in parameters.items()}
+        y = function(wide(total), x.shape[-1:], **widened, eps=eps).to(dtype)
     return y if residual is None else (y, total)
 
 
