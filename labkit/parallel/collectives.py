@@ -277,12 +277,6 @@ def _prepared(
     group = group_of(transport, "default", *COPIES)
     if transport in COPIES and operation not in ("all_gather", "reduce_scatter"):
         raise ValueError(f"{operation} by {transport}; accepted: all_gather, reduce_scatter")
-
-    def empty(num_elements: int) -> Tensor:
-        if transport == "low_contention":
-            return _symmetric(num_elements, dtype)[0]
-        return torch.empty(num_elements, dtype=dtype, device=rank_device())
-
     num_inputs = shard if operation == "all_gather" else num_ranks * shard
     # At most 10, so that even bf16 holds the sum over 25 ranks; a rank's are this and its offset.
     digits = torch.arange(8, dtype=dtype, device=rank_device())
@@ -296,23 +290,24 @@ def _prepared(
         expected = (received * num_ranks).add_(sum(offsets))
     elif operation != "broadcast":
         expected = torch.cat([received + offset for offset in offsets])
-    own = empty(num_inputs)
-    torch.add(numbers, offsets[rank], out=own)
+    own = numbers + offsets[rank]
     if transport == "copy":
         peers = PeerMemory(num_ranks * shard, dtype)
         if operation == "all_gather":
             peers.shards[rank][rank].copy_(own)
             return lambda: peers.all_gather(peers.buffer), peers.buffer, expected
-        output = empty(shard)
+        output = torch.empty_like(expected)
         return lambda: peers.reduce_scatter([output], [own]), output, expected
     if transport == "low_contention":
         options = ["sum"] if operation == "reduce_scatter" else []
         function = getattr(torch.ops.symm_mem, f"_low_contention_{operation}")
         wait = torch.ops._c10d_functional.wait_tensor
         name = dist.group.WORLD.group_name
-        return lambda: wait(function(own, *options, name)), own, expected
+        readable, _ = _symmetric(num_inputs, dtype)
+        readable.copy_(own)
+        return lambda: wait(function(readable, *options, name)), own, expected
     # In place; only the first call's result is checked.
-    output = own if operation in ("all_reduce", "broadcast") else empty(len(expected))
+    output = own if operation in ("all_reduce", "broadcast") else torch.empty_like(expected)
     call = {
         "all_reduce": (dist.all_reduce, own),
         "broadcast": (dist.broadcast, own, 0),
