@@ -16,7 +16,7 @@ assignment 2.
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -310,19 +310,8 @@ class FullyShardedDataParallel(Wrapper):
             return
         for owner, key, parameter in uses:
             owner._parameters[key] = parameter.outer
-        layer = _Layer(uses)
-
-        def around(*args, **kwargs):
-            args, kwargs = self._before_forward(layer, args, kwargs)
-            output = None
-            try:
-                output = call(*args, **kwargs)
-            finally:
-                self._after_forward(layer, output)
-            return output
-
         # Around what is compiled, where hooks of the module would be inside.
-        module._compiled_call_impl = around
+        module._compiled_call_impl = functools.partial(self._run, _Layer(uses), call)
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
@@ -397,34 +386,35 @@ class FullyShardedDataParallel(Wrapper):
         for weight in layer.weights:
             weight.wait()
 
-    def _before_forward(self, layer: _Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _run(self, layer: _Layer, call: Callable, /, *args, **kwargs):
+        """Returns what a module's call returns, which computes with full parameters."""
         if layer.weights:
             self._use(layer)
         for owner, key, parameter in layer.uses:
             # A gathered weight has the dtype already, and stays itself.
             full = parameter.full
             owner._parameters[key] = full.to(self.compute_dtype or full.dtype)
-        if self.compute_dtype is None:
-            return args, kwargs
-
-        def cast(x: Tensor) -> Tensor:
-            return x.to(self.compute_dtype) if x.is_floating_point() else x
-
-        return tree_map_only(Tensor, cast, (args, kwargs))
-
-    def _after_forward(self, layer: _Layer, output: Any) -> None:
-        for owner, key, parameter in layer.uses:
-            owner._parameters[key] = parameter.outer
-        # Recomputed in backward: its own backward comes next. Used again at once: it stays.
-        if not self._in_backward and self._plan[self._position : self._position + 1] != [layer]:
-            for weight in layer.weights:
-                weight.free()
+        if self.compute_dtype:
+            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            for owner, key, parameter in layer.uses:
+                owner._parameters[key] = parameter.outer
+            # Recomputed in backward: its own backward comes next. Used again at once: it stays.
+            if not self._in_backward and self._plan[self._position : self._position + 1] != [layer]:
+                for weight in layer.weights:
+                    weight.free()
         if layer.backward_reads:
             leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
             versions = layer.versions()
             torch.autograd.graph.register_multi_grad_hook(
                 leaves, lambda _: self._before_backward(layer, versions), mode="any"
             )
+        return output
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.compute_dtype) if x.is_floating_point() else x
 
     def _before_backward(self, layer: _Layer, versions: list[int]) -> None:
         """Sends the gradients of the layer whose turn is over, frees it, and gathers this one."""
