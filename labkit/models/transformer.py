@@ -190,14 +190,13 @@ class TransformerLM(nn.Module):
             )
         self.config = config
         self.impl = impl
-        self.is_fused = impl == "fused"
+        is_fused = impl == "fused"
         self.max_context = max_context
         with torch.device(device or torch.get_default_device()):
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-            self.blocks = nn.ModuleList(
-                Block(config, attention, self.is_fused) for _ in range(config.num_layers)
-            )
-            self.norm = RMSNorm(config.d_model, self.is_fused)
+            blocks = [Block(config, attention, is_fused) for _ in range(config.num_layers)]
+            self.blocks = nn.ModuleList(blocks)
+            self.norm = RMSNorm(config.d_model, is_fused)
             self.head = Linear(config.d_model, config.vocab_size)
             self.rotary = RotaryEmbedding(config.d_head, max_context, config.rope_theta)
         # Every matrix is drawn from N(0, 0.02²), as GPT-2 does; norm gains stay 1.
@@ -216,7 +215,7 @@ class TransformerLM(nn.Module):
         normed_BTC = self.norm(x_BTC)
         if targets_BT is None:
             return self.head(normed_BTC)
-        if self.is_fused:
+        if self.impl == "fused":
             return linear_cross_entropy(normed_BTC, self.head.weight, targets_BT)
         return language_model_loss(self.head(normed_BTC), targets_BT)
 

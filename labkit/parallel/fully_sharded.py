@@ -237,7 +237,6 @@ class FullyShardedDataParallel(Wrapper):
         self._plan: list[_Layer] = []
         self._uses: list[_Layer] = []
         self._position = 0
-        self._in_backward = False
         self._running: _Layer | None = None  # whose backward pass has begun last
         # Of layers whose gradients are on their way: weights, (shard, what is sent) of each, what
         # to wait for.
@@ -402,7 +401,8 @@ class FullyShardedDataParallel(Wrapper):
             for owner, key, parameter in layer.uses:
                 owner._parameters[key] = parameter.outer
             # Recomputed in backward: its own backward comes next. Used again at once: it stays.
-            if not self._in_backward and self._plan[self._position : self._position + 1] != [layer]:
+            following = self._plan[self._position : self._position + 1]
+            if self._running is None and following != [layer]:
                 for weight in layer.weights:
                     weight.free()
         if layer.backward_reads:
@@ -420,7 +420,6 @@ class FullyShardedDataParallel(Wrapper):
         """Sends the gradients of the layer whose turn is over, frees it, and gathers this one."""
         if versions != layer.versions():
             raise RuntimeError("parameters written after forward; accepted: after backward")
-        self._in_backward = True
         if self._running is not None:
             self._reduce(self._running)
             for weight in self._running.weights:
@@ -460,7 +459,6 @@ class FullyShardedDataParallel(Wrapper):
             weight.add_gradient(weight.unpadded(shard).to(weight.local.dtype))
 
     def _free_all(self) -> None:
-        self._in_backward = False
         self._running = None
         for weight in self._weights:
             weight.free()
