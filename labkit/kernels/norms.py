@@ -343,8 +343,7 @@ def _normalise(
             raise ValueError(
                 f"the last dimension of x must be at most {MAX_COLUMNS}, got {x.shape[-1]}"
             )
-        weight, bias = parameters["weight"], parameters.get("bias")
-        y, *_, total = norm(x, residual, weight, bias, eps, dtype)
+        y, *_, total = norm(x, residual, parameters["weight"], parameters.get("bias"), eps, dtype)
     else:
         total = x if residual is None else x + residual
         function = F.layer_norm if "bias" in parameters else F.rms_norm
