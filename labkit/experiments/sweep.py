@@ -713,7 +713,13 @@ def rehearse(sessions: Sequence[Session]) -> None:
     num_workers = min(len(cases), num_usable_cores(), MOST_REHEARSALS)
     if num_workers < 2:
         return
-    print(f"Compiling what {len(cases)} cases need, {num_workers} at a time", file=sys.stderr)
+    bar = tqdm(
+        desc=f"Compiling what {len(cases)} cases need, {num_workers} at a time",
+        total=len(cases),
+        bar_format="{desc}: {n}, {elapsed}",
+        file=sys.stderr,
+        mininterval=1.0,
+    )
     left = iter(cases)
 
     def rehearse_some() -> None:
@@ -723,6 +729,7 @@ def rehearse(sessions: Sequence[Session]) -> None:
                 worker.close()
                 worker = _Worker(module_name, is_rehearsal=True)
             list(worker.outcomes(replace(case, time_limit_s=0.0, sustained=())))
+            bar.update()
         worker.close()
 
     # As daemons, which an interrupt does not wait for: what runs would take minutes.
@@ -734,6 +741,7 @@ def rehearse(sessions: Sequence[Session]) -> None:
             thread.join()
     finally:
         list(left)  # no other case begins; the guard ends what runs
+        bar.close()
 
 
 def measure(sessions: Sequence[Session]) -> None:
