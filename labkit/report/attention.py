@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import accounting, published
-from labkit.report import facts, figures, verdicts
+from labkit.report import facts, figures
 from labkit.report.frame import by_way, in_order, select, usable
 
 FUSED = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
@@ -49,10 +49,10 @@ def timed(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the passes but those whose call time is not the device's: of less than 1 ms, or
     waiting for the host.
     """
-    rows = usable(calls, "median_ms")
-    waits = [verdicts.issued(row) >= HOST_SHARE for row in rows.to_dict("records")]
+    rows = calls.reindex(columns=["median_ms", "host_median_ms", "launch_median_ms"])
     is_short = rows["median_ms"] < facts.LEAST_MS
-    return calls.drop(rows.index[is_short | pd.Series(waits, rows.index, bool)])
+    waits = rows["launch_median_ms"] >= HOST_SHARE * rows["host_median_ms"]
+    return calls[~(is_short | waits)]
 
 
 def times_table(calls: pd.DataFrame) -> pd.DataFrame:
@@ -109,10 +109,9 @@ def passes_figure(predictions: pd.DataFrame) -> Figure | None:
     if rows.empty:
         return None
     figure = figures.class_bars(rows, "impl", "_ms", "call time (ms)", panel="phase")
-    places = {impl: place for place, impl in enumerate(rows["impl"].unique())}
     for axis in figure.axes:
         of_phase = select(rows, phase=axis.get_title())
-        axis.plot(of_phase["median_ms"], of_phase["impl"].map(places), "D", color="black")
+        axis.plot(of_phase["median_ms"], of_phase["impl"], "D", color="black")
     return figure
 
 

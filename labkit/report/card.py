@@ -147,7 +147,7 @@ def frame_of(chapters: Chapters, name: str, *sections: str) -> pd.DataFrame:
     """Returns the records of a chapter's sections, an empty frame where the chapter was not
     measured.
     """
-    return chapters[name].records(*sections) if name in chapters else pd.DataFrame()
+    return first_of(chapters).of(name).records(*sections)
 
 
 def _come_back(chapters: Chapters) -> str:
@@ -229,9 +229,6 @@ def ladder(chapters: Chapters) -> Figure | None:
 
 def _ladder_part(chapters: Chapters) -> list[str]:
     steps = _steps(chapters)
-    table = ladder_table(steps)
-    if table.empty:
-        return []
     size = LADDER_SIZES[-1]
     fastest = facts.compare(steps, LADDER["fp32"], LADDER["+ our kernels"], size=size)
     alt = "A training step from slow to fast"
@@ -245,7 +242,7 @@ def _ladder_part(chapters: Chapters) -> list[str]:
         "fp32 weights."
     )
     figure = f"![{alt}](../figures/{first_of(chapters).device}/{LADDER_FILE})"
-    return ["### One training step, from slow to fast", figure, tables.to_markdown(table), text]
+    return _part("One training step, from slow to fast", ladder_table(steps), text, figure)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -303,8 +300,9 @@ def _beside(fastest: Row, row: Row) -> str:
     return f"{fact['ratio']} as fast{doubt}"
 
 
-def _part(heading: str, table: pd.DataFrame, text: str) -> list[str]:
-    return [] if table.empty else [f"### {heading}", tables.to_markdown(table), text]
+def _part(heading: str, table: pd.DataFrame, text: str, *figure: str) -> list[str]:
+    """Returns a section of the page, nothing where its table has no row."""
+    return [] if table.empty else [f"### {heading}", *figure, tables.to_markdown(table), text]
 
 
 # ---- memory --------------------------------------------------------------------------------------

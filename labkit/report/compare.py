@@ -5,10 +5,11 @@ are of one kind. What is not alike is named and enters no ratio.
 """
 
 import json
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -55,6 +56,9 @@ TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20, 50, 100)
 ROOFS = {"bf16 products": "gemm, bf16", "copy": "copy"}
 """Of the roofs, those in the table of devices, and how their case begins."""
 
+HEAD = ["chapter", "section", "case", "phase"]
+"""What a measurement is of, in the order of `Record.identity`."""
+
 APART = ["measured on", "why"]
 """What is said of a case that gets no ratio."""
 
@@ -87,15 +91,15 @@ def _values(row: Row) -> dict[str, str]:
     """Returns by kind the column that holds a measured row's value."""
     values: dict[str, str] = {}
     for value in VALUES:
-        if pd.notna(row.get(value)) and row.get(value):
-            is_memory = value == "peak_bytes"
-            values.setdefault(MEMORY if is_memory else verdicts.kind_of_time(row, value), value)
+        if (row.get(value) or 0) > 0:
+            kind = MEMORY if value == "peak_bytes" else verdicts.kind_of_time(row, value)
+            values.setdefault(kind, value)
     return values
 
 
-def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Row]:
-    """Returns the rows that the reports read, with their measurement_version, by chapter, section,
-    case and phase; a ceiling of chapter 01's alone.
+def _measurements(chapters: Chapters) -> dict[str, Row]:
+    """Returns the rows that the reports read, with their measurement_version, by the identities of
+    their records; a ceiling of chapter 01's alone.
     """
     measurements = {}
     for name, chapter in chapters.items():
@@ -107,8 +111,7 @@ def _measurements(chapters: Chapters) -> dict[tuple[str, ...], Row]:
                 continue
             if is_roof:
                 row = _of_one_unit(row)
-            case = json.dumps(record.case, sort_keys=True)
-            measurements[name, record.section, case, record.phase] = row | {
+            measurements[record.identity] = row | {
                 "measurement_version": record.measurement_version,
                 "values": _values(row),
             }
@@ -120,8 +123,7 @@ def _of_one_unit(row: Row) -> Row:
     the kind of device.
     """
     unit = "gb_per_s" if row["kind"] == "copy" else "tflops"
-    rate = row.get(f"sustained_{unit}")
-    time = 1e3 / rate if pd.notna(rate) else None
+    time = 1e3 / row.get(f"sustained_{unit}", math.nan)
     # A roof is measured anew by every session; the newest counts.
     return row | {"sustained_ms": time, "median_ms": None, "peak_bytes": None, "sessions": None}
 
@@ -154,14 +156,13 @@ def _hindrance(base: Row | None, other: Row | None) -> str:
     return ""
 
 
-def _ratios(base: Row, other: Row) -> list[dict]:
-    """Returns a row of `Comparison.common` for each kind of value that both have."""
-    rows = []
+def _ratios(base: Row, other: Row) -> Iterator[dict]:
+    """Yields a row of `Comparison.common` for each kind of value that both have."""
     for kind, value in base["values"].items():
         other_value = other["values"].get(kind)
         if other_value:
             ratio = verdicts.ratio(base, other, value, other_value)
-            row = {
+            yield {
                 "kind": kind,
                 "base": base[value],
                 "other": other[other_value],
@@ -171,8 +172,6 @@ def _ratios(base: Row, other: Row) -> list[dict]:
                 "verdict": ratio.verdict,
                 "mark": mark(base, value) or mark(other, other_value),
             }
-            rows.append(row)
-    return rows
 
 
 class Comparison:
@@ -205,21 +204,20 @@ class Comparison:
         common = []
         apart = []
         for key in dict.fromkeys([*ours, *theirs]):
-            chapter, section, case, phase = key
             pair = (ours.get(key), theirs.get(key))
             sides = zip(names, pair, strict=True)
             measured = [name for name, row in sides if row and row["status"] == "ok"]
             if not measured:
                 continue
-            words = case_name(json.loads(case))
-            head = {"chapter": chapter, "section": section, "case": words, "phase": phase}
+            head = dict(zip(HEAD, json.loads(key), strict=True))
+            head["case"] = case_name(head["case"])
             why = _hindrance(*pair)
             if why:
                 apart.append(head | {"measured on": listing(measured), "why": why})
             else:
                 common += [head | row for row in _ratios(*pair)]
         self.common = pd.DataFrame(common)
-        self.apart = pd.DataFrame(apart, columns=["chapter", "section", "case", "phase", *APART])
+        self.apart = pd.DataFrame(apart, columns=[*HEAD, *APART])
         if not common:
             raise RequestError(
                 f"{self.base} and {self.other} have no row in common "
@@ -237,7 +235,7 @@ def roofs(comparison: Comparison) -> pd.DataFrame:
     roof = select(rows, section=SESSION_SECTION, kind=verdicts.SUSTAINED)
     longest = select(rows, kind=verdicts.DEVICE).sort_values("base", ascending=False)
     # The longest of each chapter, so that no chapter fills the table.
-    longest = longest.groupby("chapter", sort=True).head(2)
+    longest = longest.groupby("chapter").head(2)
     return pd.concat([roof, longest]).head(MOST_ROWS)
 
 
@@ -276,9 +274,8 @@ def by_chapter(comparison: Comparison) -> pd.DataFrame:
     """Returns of each chapter and kind the number of rows, the median ratio with its extremes, and
     the verdicts.
     """
-    lines = []
-    for (chapter, kind), rows in comparison.common.groupby(["chapter", "kind"], sort=True):
-        line = {
+    return pd.DataFrame(
+        {
             "chapter": notebooks.title(chapter),
             "kind": kind,
             "rows": len(rows),
@@ -286,8 +283,8 @@ def by_chapter(comparison: Comparison) -> pd.DataFrame:
             "least to most": span(rows["ratio"].min(), rows["ratio"].max()),
             "verdicts": ", ".join(_tally(rows)),
         }
-        lines.append(line)
-    return pd.DataFrame(lines)
+        for (chapter, kind), rows in comparison.common.groupby(["chapter", "kind"])
+    )
 
 
 def findings(comparison: Comparison) -> list[str]:
@@ -306,11 +303,12 @@ def findings(comparison: Comparison) -> list[str]:
             middle = f"{times(rows['ratio'].median())} as fast in the median"
             head = f"{kind.capitalize()} times, {count(len(rows), 'row')}: {other} is"
             lines.append(f"{head} {middle}; {listing(_tally(rows))}.")
-    device = select(measured, kind=verdicts.DEVICE).sort_values("ratio")
-    ends = pd.concat([device.head(1), device.tail(1)]).to_dict("records")
-    for words, row in zip(("lowest", "highest"), ends, strict=False):
-        ratio = times(row["ratio"])
-        lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
+    device = select(measured, kind=verdicts.DEVICE).sort_values("ratio").to_dict("records")
+    ends = {"lowest": device[:1], "highest": device[-1:]}
+    for words, rows in ends.items():
+        for row in rows:
+            ratio = times(row["ratio"])
+            lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
     for name, rows in select(comparison.apart, why="did not fit").groupby("measured on"):
         cases = listing(dict.fromkeys(rows["section"] + " " + rows["case"]), MOST_NAMED)
         lines.append(f"{count(len(rows), 'measurement')} fit on {name} alone: {cases}.")
@@ -360,7 +358,8 @@ def provenance(name: str, chapters: Chapters) -> str:
 
 def page(comparison: Comparison, images: Mapping[str, str]) -> str:
     """Returns the comparison in Markdown; `images` are the files of its figures by chapter."""
-    base, other = comparison.base, comparison.other
+    base = comparison.base
+    other = comparison.other
     rows = roofs(comparison)
     parts = [
         f"# {other} beside {base}",
@@ -399,9 +398,8 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
         rows = folder / f"{slugify(comparison.other)}.csv"
         written.append(write_text_atomic(rows, tables.to_csv(comparison.common)))
     text = "\n".join(pages)
-    title = f"Devices beside {comparisons[0].base}"
+    html_page = html.html(text, folder, f"Devices beside {comparisons[0].base}")
     written.append(write_text_atomic(folder / "compare.md", text))
-    html_page = html.html(text, folder, title)
     return [*written, write_text_atomic(folder / "compare.html", html_page)]
 
 
