@@ -122,10 +122,9 @@ def counted(calls: pd.DataFrame) -> pd.DataFrame:
     rows = usable(calls, "impl", "saved_bytes", *SHAPE)
     forms = []
     for row in rows.to_dict("records"):
+        kind = "math" if row["impl"] == "sdpa_math" else "eager"
         if row["impl"] in FUSED or row.get("num_replacements", 0) > 0:
             kind = "fused"
-        else:
-            kind = "math" if row["impl"] == "sdpa_math" else "eager"
         shape = row["batch"], row["length"], row["d_head"]
         size = ELEMENT_BYTES[row["precision"]]
         forms.append(accounting.attention_saved_bytes(kind, *shape, size))

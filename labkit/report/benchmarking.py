@@ -61,11 +61,10 @@ def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
     rows = idle(steps, profiles)
     if rows.empty:
         return None
-    shown = [precision for precision in ("fp32", "bf16") if precision in set(rows["precision"])]
-    figure, axes = figures.panels(shown, height=2.8)
-    for axis, precision in axes:
-        cells = in_order(select(rows, precision=precision), ["size"])
-        table = cells.pivot_table("idle_fraction", "size", "context", sort=False).sort_index(axis=1)
+    cells = in_order(rows, ["precision", "size"]).groupby("precision", sort=False)
+    figure, axes = figures.panels(cells, height=2.8)
+    for axis, (precision, shown) in axes:
+        table = shown.pivot_table("idle_fraction", "size", "context", sort=False).sort_index(axis=1)
         look = {"cmap": "cividis_r", "vmin": 0, "vmax": 1, "cbar": False}
         table = table.rename(columns="{:,}".format)
         sns.heatmap(table, annot=table.map(percent), fmt="", ax=axis, **look)

@@ -406,7 +406,7 @@ def _machine(chapter: Chapter) -> str:
 
 
 def _versions(records: Sequence[Record]) -> str:
-    versions: dict[str, set[str]] = {}
+    versions = {}
     for record in records:
         for package, version in record.software.items():
             if version:

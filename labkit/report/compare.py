@@ -89,7 +89,7 @@ def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Chap
 
 def _values(row: Row) -> dict[str, str]:
     """Returns by kind the column that holds a measured row's value."""
-    values: dict[str, str] = {}
+    values = {}
     for value in VALUES:
         if (row.get(value) or 0) > 0:
             kind = MEMORY if value == "peak_bytes" else verdicts.kind_of_time(row, value)

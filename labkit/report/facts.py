@@ -360,7 +360,7 @@ def spread(errors: pd.DataFrame) -> Fact:
     if errors.empty:
         return Fact("", missing="enough steps to plan others by")
     size = errors["error"].abs()
-    worst = errors.iloc[int(size.to_numpy().argmax())]
+    worst = errors.loc[size.idxmax()]
     numbers = {
         "median": Quantity(size.median(), "%"),
         "most": Quantity(size.quantile(0.95), "%"),

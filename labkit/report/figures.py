@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 import pandas as pd
 import seaborn as sns
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
@@ -265,7 +264,7 @@ def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str
 
 def finish(figure: Figure, num_columns: int = 4) -> None:
     """Gives a figure one legend for all panels, below them."""
-    handles: dict[str, Artist] = {}
+    handles = {}
     for axis in figure.axes:
         artists, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, artists, strict=True))

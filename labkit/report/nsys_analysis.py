@@ -97,10 +97,9 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     if row is None:
         return None
     table = row["observed"]["tables"]["timeline"]
-    launches = pd.DataFrame({name: table[name] for name in ("kernel_class", "phase", "block")})
-    launches["start_ms"] = pd.Series(table["start_us"]) / 1e3
-    launches["duration_ms"] = pd.Series(table["duration_us"]) / 1e3
-    launches["end_ms"] = launches["start_ms"] + launches["duration_ms"]
+    columns = ["kernel_class", "phase", "block", "start_us", "duration_us"]
+    launches = pd.DataFrame({name: table[name] for name in columns})
+    launches["end_us"] = launches["start_us"] + launches["duration_us"]
     launches["phase"] = launches["phase"].map(dict(enumerate(table["phase_names"])))
     blocks = launches[launches["block"] >= 0]
     middle = blocks["block"].max() // 2
@@ -109,7 +108,7 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     for axis, shown in axes:
         for place, rows in shown.groupby("kernel_class"):
             name = table["class_names"][place]
-            spans = rows[["start_ms", "duration_ms"]].to_numpy()
+            spans = rows[["start_us", "duration_us"]].to_numpy() / 1e3
             axis.broken_barh(
                 spans,
                 (-0.4, 0.8),
@@ -123,8 +122,8 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     above, below = figure.axes
     for height, rows, column in ((1, launches, "phase"), (2, blocks, "block")):
         spans = rows.groupby(["phase", column], sort=False)
-        start = spans["start_ms"].min()
-        width = spans["end_ms"].max() - start
+        start = spans["start_us"].min() / 1e3
+        width = spans["end_us"].max() / 1e3 - start
         bars = above.barh(height, width, 0.8, start, color="0.85", edgecolor="white")
         labels = start.index.get_level_values(1)
         above.bar_label(bars, labels, label_type="center", fontsize=8)

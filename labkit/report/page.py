@@ -41,7 +41,7 @@ def html(markdown: str, folder: Path, title: str) -> str:
             devices, is shown; another image is left as its Markdown.
         title: plain text.
     """
-    names: Counter[str] = Counter()
+    names = Counter()
 
     def identity(heading: dict, _: int) -> str:
         name = anchor(heading["text"])

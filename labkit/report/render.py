@@ -115,7 +115,7 @@ def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> st
     if card.first_of(chapters).device_kind == "cpu":
         first = smoke.page(chapters)
     else:
-        keyed: dict[str, tuple[str, str]] = {}
+        keyed = {}
         for name in notebooks.names():
             text = f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
             body = f"## {notebooks.title(name)}\n\n{text}"
@@ -190,13 +190,13 @@ def _unfinished(chapters: Chapters) -> list[str]:
 
 
 def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, str]]]:
-    """Returns a notebook as a chapter: its text, and what its cells show but for lessons and
+    """Returns a notebook without lessons as a chapter: its text, and what its cells show but for
     set-up; and by key the sentence and the heading of the facts that it names for the first page.
 
     A section without a number explains none: its reasons are left out.
     """
-    hidden = {"remove_cell", "parameters", "injected-parameters", notebooks.LESSON}
-    parts: list[str] = []
+    hidden = {"remove_cell", "parameters", "injected-parameters"}
+    parts = []
     keyed = {}
     heading = ""
     figure = None

@@ -44,7 +44,7 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     """
     rows = []
     for chapter, records in chapters.items():
-        by_commit: dict[str, list[Record]] = {}
+        by_commit = {}
         for record in records:
             if record.section != HOST_SECTION and record.metrics and record.timer:
                 by_commit.setdefault(record.source.get("commit"), []).append(record)
