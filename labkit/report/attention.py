@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from labkit import accounting, published
 from labkit.report import facts, figures
-from labkit.report.frame import by_way, in_order, select, usable
+from labkit.report.frame import by_way, in_order, ok_rows, select, usable
 
 FUSED = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
 IMPLS = {
@@ -136,9 +136,8 @@ def published_times(calls: pd.DataFrame) -> pd.DataFrame:
     beside them.
     """
     names = {"batch_size": "batch", "d_model": "d_head", "seq_len": "length", "pass": "phase"}
-    theirs = published.load("attention_pytorch")
-    theirs = theirs.rename(columns=names | {"ms_per_pass": "published_ms"})
-    theirs = theirs[theirs["status"] == "ok"]
+    names["ms_per_pass"] = "published_ms"
+    theirs = ok_rows(published.load("attention_pytorch").rename(columns=names))
     theirs["impl"], theirs["precision"] = zip(*theirs["variant"].map(PUBLISHED), strict=True)
     keys = [*CASE, "batch"]
     # The baseline is printed in two tables of the same source.

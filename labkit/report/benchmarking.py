@@ -138,7 +138,6 @@ def repeats(differences: pd.DataFrame) -> Figure:
 
 def published_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns all published step times that have a case of ours beside them."""
-    theirs = published.step_times()
-    theirs = theirs[theirs["status"] == "ok"].dropna(subset=["context", "batch"])
+    theirs = ok_rows(published.step_times()).dropna(subset=["context", "batch"])
     own = select(steps, attention="eager")
     return facts.beside(theirs, own, [*CASE, "batch", "compile", "phase"])

@@ -139,8 +139,7 @@ def lines(chapters: Chapters) -> list[str]:
     for row in attention_table(rivals).head(1).to_dict("records"):
         fastest = f"fastest is {row['fastest']}; ours {row['ours']}"
         result.append(f"Attention, {row['shape']}, {row['pass']}: {fastest}")
-    again = _come_back(chapters)
-    return [*result, again] if again else result
+    return list(filter(None, [*result, _come_back(chapters)]))
 
 
 def frame_of(chapters: Chapters, name: str, *sections: str) -> pd.DataFrame:
@@ -355,7 +354,7 @@ def _fits_part(chapters: Chapters) -> list[str]:
 
 def _provenance_line(chapters: Chapters) -> str:
     records = [record for chapter in chapters.values() for record in chapter.every_record()]
-    gpu = first_of(chapters).environment.get("gpu") or {}
+    gpu = first_of(chapters).gpu
     parts = [f"{gpu['memory_bytes'] / 2**30:.0f} GiB"] if gpu else []
     parts += [f"{gpu['power_limit_w']:.0f} W"] if gpu.get("power_limit_w") else []
     parts += torch_of(records)
@@ -390,7 +389,7 @@ def provenance(chapters: Chapters) -> str:
 
 
 def _machine(chapter: Chapter) -> str:
-    gpu = chapter.environment.get("gpu") or {}
+    gpu = chapter.gpu
     cpu = chapter.environment.get("cpu")
     text = chapter.device_name
     if gpu:
@@ -415,7 +414,7 @@ def _versions(records: Sequence[Record]) -> str:
 
 
 def _power_note(chapter: Chapter, records: Sequence[Record]) -> list[str]:
-    limit = (chapter.environment.get("gpu") or {}).get("power_limit_w") or math.inf
+    limit = chapter.gpu.get("power_limit_w") or math.inf
     watts = [record.metrics["watts"] for record in records if record.metrics.get("watts")]
     above = [value for value in watts if value > limit]
     if not above:

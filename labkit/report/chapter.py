@@ -92,6 +92,11 @@ class Chapter:
         return read_environment(self.folder)
 
     @property
+    def gpu(self) -> dict:
+        """Returns what the environment says of the GPU, {} where there is none."""
+        return self.environment.get("gpu") or {}
+
+    @property
     def device_name(self) -> str:
         return self.environment.get("device", {}).get("name", self.device)
 
@@ -160,8 +165,8 @@ class Chapter:
                 f"*Not measured on {self.device}; `labkit run {self.number}` measures it.*"
             )
         commits = commits_of(records)
-        parts = [self.device_name, *torch_of(records), dates_of(records)]
-        parts.append(f"commit {commits}" if commits else "")
+        commit = f"commit {commits}" if commits else ""
+        parts = [self.device_name, *torch_of(records), dates_of(records), commit]
         return Markdown(f"*{' · '.join(filter(None, parts))}*")
 
     def say(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from labkit import accounting
-from labkit.configs import SIZES
+from labkit.configs import SIZES, check_known
 from labkit.report import verdicts
 from labkit.report.frame import Row, mark, ok_rows, only, select, size_name
 from labkit.report.text import gib, number, percent, scientific, span, times
@@ -79,7 +79,7 @@ class Fact:
         return self.numbers[name]
 
     def __str__(self) -> str:
-        return str(self.numbers["value"])
+        return str(self["value"])
 
 
 def _bytes(value: float) -> str:
@@ -404,9 +404,8 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
     """
     several = (facts,) if isinstance(facts, Fact) else tuple(facts)
     first = several[0]
-    unknown = texts.keys() - {verdicts.AHEAD, verdicts.LEVEL, verdicts.BEHIND}
-    if unknown:
-        raise ValueError(f"no text for {sorted(unknown)[0]!r}; accepted: ahead, level, behind")
+    for verdict in texts:
+        check_known("verdict of a text", verdict, (verdicts.AHEAD, verdicts.LEVEL, verdicts.BEHIND))
     for one in (text, *texts.values()):
         num_fields = sum(1 for _, name, _, _ in string.Formatter().parse(one) if name)
         if num_fields > MOST_NUMBERS:

@@ -337,7 +337,7 @@ def measured_roofs(chapters: Chapters) -> Roofs | None:
             rates["copy"] = row["sustained_gb_per_s"] * 1e9
         else:
             rates[row["precision"]] = row["sustained_tflops"] * 1e12
-    gpu = chapter.environment.get("gpu") or {}
+    gpu = chapter.gpu
     if "copy" not in rates or len(rates) < 2 or not gpu.get("memory_bytes"):
         return None
     steps = select(chapter.records("steps", "execution"), phase=["train_step", "graph_step"])

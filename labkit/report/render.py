@@ -81,24 +81,21 @@ def rebuild(
         whole = _execute_all({name: {} for name in notebooks.names()}, lessons=True)
         for name, notebook in whole.items():
             _save_outputs(name, notebook, notebooks.path(name))
-    # The executed notebooks of the reference device are a clone's, in notebooks/.
-    is_committed = IS_CLONE and device == REFERENCE_DEVICE
-    if not is_committed:
-        for name, notebook in executed.items():
-            _save_outputs(name, notebook, chapters[name].folder / f"{name}.ipynb")
     text = _report(chapters, executed, folder)
     # Paths are those of a notebook until it is known where the text is written.
     device_page = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
+    # The executed notebooks of the reference device are a clone's, in notebooks/.
+    is_committed = IS_CLONE and device == REFERENCE_DEVICE
     for name, chapter in chapters.items():
         place = "../../notebooks"
         if not is_committed:
             place = os.path.relpath(chapter.folder, folder)
+            _save_outputs(name, executed[name], chapter.folder / f"{name}.ipynb")
         device_page = device_page.replace(f"../notebooks/{name}.ipynb", f"{place}/{name}.ipynb")
     folder.mkdir(exist_ok=True)  # where all chapters are of several GPUs, it is new
     written = [write_text_atomic(folder / "report.md", device_page)]
     if output is None and is_committed:
-        text = text.replace("../figures/", f"{root.relative_to(REPOSITORY).as_posix()}/")
-        text = text.replace("../notebooks/", "notebooks/")
+        text = text.replace("../figures/", "figures/").replace("../notebooks/", "notebooks/")
         written.append(write_text_atomic(REPOSITORY / "report.md", text))
     if html:
         text = page.html(device_page, folder, card.title(card.first_of(chapters)))

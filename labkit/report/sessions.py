@@ -151,12 +151,13 @@ def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
                 for one in same
                 if one.section == HOST_SECTION and one.metrics
             ]
-            row = {
-                "chapter": chapter,
-                "session": session,
-                "commit": same[0].source.get("commit", "")[:8],
-                "records": len(same),
-                "host": ", ".join(probes) or "not measured",
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "chapter": chapter,
+                    "session": session,
+                    "commit": same[0].source.get("commit", "")[:8],
+                    "records": len(same),
+                    "host": ", ".join(probes) or "not measured",
+                }
+            )
     return pd.DataFrame(rows)

@@ -1,6 +1,5 @@
 """Chapter 08: its figures, and the queries that are its alone."""
 
-import itertools
 from collections.abc import Mapping
 
 import pandas as pd
@@ -95,19 +94,22 @@ def time_and_peak(row: Row) -> str:
 
 def kernel_times(profile: pd.DataFrame) -> pd.DataFrame:
     """Returns kernel sums by class and way; rest_ms is of what is neither matmul nor attention."""
-    rows = usable(profile, "way", "kernels_ms", "matmul_ms", "attention_ms").replace({"way": NAMES})
+    columns = "way", "kernels_ms", "matmul_ms", "attention_ms", "observed"
+    rows = usable(profile, *columns).replace({"way": NAMES})
     return rows.assign(
         rest_ms=rows["kernels_ms"] - rows["matmul_ms"] - rows["attention_ms"],
-        timer_method=[observed["source"] for observed in rows.get("observed", [])],
+        timer_method=[observed["source"] for observed in rows["observed"]],
     )
 
 
 def errors(accuracy: pd.DataFrame) -> pd.DataFrame:
     """Returns the errors against fp64 over those of the first version in the same precision."""
-    pairs = {name: (f"{name}_error", f"eager_{name}_error") for name in ("out", "gradient")}
-    rows = usable(accuracy, *itertools.chain(*pairs.values()))
-    ratios = {f"{name}_ratio": rows[own] / rows[eager] for name, (own, eager) in pairs.items()}
-    return rows.assign(**ratios)
+    columns = "out_error", "eager_out_error", "gradient_error", "eager_gradient_error"
+    rows = usable(accuracy, *columns)
+    return rows.assign(
+        out_ratio=rows["out_error"] / rows["eager_out_error"],
+        gradient_ratio=rows["gradient_error"] / rows["eager_gradient_error"],
+    )
 
 
 def kernels_table(kernels: pd.DataFrame, own: Mapping[str, str]) -> pd.DataFrame:
