@@ -9,7 +9,7 @@ import pytest
 from labkit import accounting
 from labkit.configs import STEP_WAYS, RequestError, model_config
 from labkit.report import plan
-from labkit.report.chapter import chapters_of
+from labkit.report.chapter import Chapter
 from labkit.report.frame import ok_rows, select, usable
 from labkit.report.plan import Setting
 
@@ -19,8 +19,8 @@ LARGE = Setting(model_config("2.7b"))
 
 
 @pytest.fixture(scope="module")
-def chapters():
-    return chapters_of(DEVICE)
+def chapter():
+    return Chapter("01_benchmarking", device=DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +29,24 @@ def gpus():
 
 
 @pytest.fixture(scope="module")
-def measured(chapters):
-    return plan.samples([chapters])
+def measured(chapter):
+    return plan.samples([chapter])
 
 
 def takes(setting=SMALL, **changed):
     return plan.memory(replace(setting, **changed))["in all"]
 
 
-def test_predicted_memory_is_what_steps_took(chapters):
-    errors = plan.memory_errors([chapters])
+def test_predicted_memory_is_what_steps_took(chapter):
+    errors = plan.memory_errors([chapter])
     assert len(errors) > 100 and set(errors["way"]) == set(STEP_WAYS)
     assert -0.01 < errors["error"].min() and errors["error"].max() < 0.03
 
 
-def test_predicted_memory_of_two_gpus_is_what_steps_took(chapters):
+def test_predicted_memory_of_two_gpus_is_what_steps_took(chapter):
     ways = {"alone": (1, "ddp"), "ddp": (2, "ddp"), "sharded optimizer": (2, "zero1")}
     ways |= dict.fromkeys(("fsdp", "fully_shard"), (2, "fsdp"))
-    rows = ok_rows(chapters["07_distributed"].records("steps"), batch=4, phase=list(ways))
+    rows = ok_rows(chapter.of("07_distributed").records("steps"), batch=4, phase=list(ways))
     for row in rows.to_dict("records"):
         way = "eager" if row["compile"] == "none" else "compiled"
         case = 4, row["context"], row["precision"], "fused", way, "none", *ways[row["phase"]]
@@ -156,10 +156,10 @@ def test_a_config_that_is_none_is_one_line(config, message, tmp_path):
         read(config, tmp_path)
 
 
-def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapters, gpus):
+def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapter, gpus):
     roofs = plan.roofs_of(DEVICE, gpus)
-    assert roofs == plan.measured_roofs(chapters)
-    graphs = usable(chapters["01_benchmarking"].records("execution"), "joules")
+    assert roofs == plan.measured_roofs(chapter)
+    graphs = usable(chapter.records("execution"), "joules")
     for step in select(graphs, phase="graph_step").to_dict("records"):
         joules = roofs.drawn_w[plan._way(step)] * step["sustained_ms"] / 1e3
         assert joules == pytest.approx(step["joules"], rel=0.1)

@@ -33,11 +33,11 @@ def planned(chapter: Chapter) -> pd.DataFrame:
     """Returns how far the plans of a GPU's recorded steps are off; a step's time is planned from
     steps of other sizes. Columns: of `plan.ERROR`, and what, a key of PLANNED.
     """
-    chapters = {name: chapter.of(name) for name in plan.CHAPTERS}
-    samples = plan.samples([chapters])
+    device = [chapter.of("01_benchmarking")]
+    samples = plan.samples(device)
     frames = [plan.errors(samples, "size", way).assign(what="time") for way in STEP_WAYS]
     if chapter.device_kind == "cuda":
-        frames.append(plan.memory_errors([chapters]).assign(what="memory"))
+        frames.append(plan.memory_errors(device).assign(what="memory"))
     return pd.concat(frames, ignore_index=True)
 
 

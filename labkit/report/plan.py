@@ -29,7 +29,7 @@ from labkit.configs import (
 )
 from labkit.device import Datasheet, datasheet, slug_of
 from labkit.records import measured_devices
-from labkit.report.chapter import Chapter, Chapters
+from labkit.report.chapter import Chapter
 from labkit.report.facts import spread
 from labkit.report.frame import Row, ok_rows, select, usable
 from labkit.report.text import gib, number, percent
@@ -43,9 +43,6 @@ pass takes beyond its tensors.
 
 MORE_WORKSPACE_BYTES = 33 * MIB
 """Of bf16, and of a backward pass, which runs in a thread of its own."""
-
-CHAPTERS = ("01_benchmarking", "02_nsys_analysis", "04_memory")
-"""Whose records a plan is fitted to and held against."""
 
 PLANS = ("none", "16", "8", "4", "2", "1")
 """Recomputation that is tried where a step does not fit, the cheapest first."""
@@ -328,9 +325,8 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     }
 
 
-def measured_roofs(chapters: Chapters) -> Roofs | None:
+def measured_roofs(chapter: Chapter) -> Roofs | None:
     """Returns the roofs that a GPU's chapter 01 measured, None without them."""
-    chapter = chapters["01_benchmarking"]
     rates = {}
     for row in ok_rows(chapter.records("ceilings")).to_dict("records"):
         if row["kind"] == "copy":
@@ -406,17 +402,18 @@ def _way(row: Row) -> str:
     return {"none": "eager", "regional": "compiled"}.get(row.get("compile", "none"), "")
 
 
-def samples(devices: Iterable[Chapters]) -> pd.DataFrame:
+def samples(devices: Iterable[Chapter]) -> pd.DataFrame:
     """Returns the training steps whose device time is recorded, as sums of kernels in chapter 02 or
-    as graphs in chapter 01. Columns STEP.
+    as graphs in chapter 01, by which a device is given. Columns STEP.
     """
     rows = []
-    for chapters in devices:
-        roofs = measured_roofs(chapters)
+    for chapter in devices:
+        roofs = measured_roofs(chapter)
         if roofs is None:
             continue
-        graphs = _steps(chapters["01_benchmarking"], ["execution"], "graph_step", "median_ms")
-        sums = _steps(chapters["02_nsys_analysis"], ["profiles"], "train_step", "step_kernel_ms")
+        kernels = chapter.of("02_nsys_analysis")
+        graphs = _steps(chapter, ["execution"], "graph_step", "median_ms")
+        sums = _steps(kernels, ["profiles"], "train_step", "step_kernel_ms")
         rows += [
             step | {"roofs": roofs}
             for step in (*graphs, *sums)
@@ -425,8 +422,10 @@ def samples(devices: Iterable[Chapters]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=STEP)
 
 
-def memory_errors(devices: Iterable[Chapters]) -> pd.DataFrame:
-    """Returns the relative error of `memory` of each recorded step. Columns ERROR."""
+def memory_errors(devices: Iterable[Chapter]) -> pd.DataFrame:
+    """Returns the relative error of `memory` of each recorded step of devices, by their chapter 01.
+    Columns ERROR.
+    """
     # A step that is also captured runs on a second stream, which has a workspace of its own.
     sections = (
         ("01_benchmarking", ["steps"], 0),
@@ -434,9 +433,9 @@ def memory_errors(devices: Iterable[Chapters]) -> pd.DataFrame:
         ("04_memory", ["peaks", "checkpointing"], 0),
     )
     rows = []
-    for chapters in devices:
+    for chapter in devices:
         for name, names, workspace in sections:
-            for step in _steps(chapters[name], names, "train_step", "peak_bytes"):
+            for step in _steps(chapter.of(name), names, "train_step", "peak_bytes"):
                 expected = memory(step["setting"])["in all"] + workspace
                 error = expected / step["measured"] - 1
                 rows.append(step | {"error": error, "measured": step["measured"] / 2**30})
@@ -511,27 +510,26 @@ def errors(measured: pd.DataFrame, held_out: str, way: str = "eager") -> pd.Data
     return pd.DataFrame(rows, columns=ERROR)
 
 
-def measured_gpus(root: Path | None = None) -> dict[str, Chapters]:
-    """Returns by slug the chapters of the GPUs of a folder of devices whose roofs are measured."""
+def measured_gpus(root: Path | None = None) -> dict[str, Chapter]:
+    """Returns by slug chapter 01 of the GPUs of a folder of devices whose roofs are measured."""
     gpus = {}
     for slug in measured_devices(root or FIGURES):
-        # Only what is read: a device's records take seconds.
-        chapters = {name: Chapter(name, device=slug, output=str(root or "")) for name in CHAPTERS}
-        if measured_roofs(chapters):
-            gpus[slug] = chapters
+        chapter = Chapter("01_benchmarking", device=slug, output=str(root or ""))
+        if measured_roofs(chapter):
+            gpus[slug] = chapter
     return gpus
 
 
 # ---- devices, and what is printed ----------------------------------------------------------------
 
 
-def roofs_of(device: str, gpus: Mapping[str, Chapters]) -> Roofs:
+def roofs_of(device: str, gpus: Mapping[str, Chapter]) -> Roofs:
     """Returns the measured roofs of a slug, of "this" or of a GPU's name, else those of a datasheet
     times the share that the measured GPUs reach of theirs.
 
     Raises RequestError for a device that was not measured and has no datasheet.
     """
-    measured = {slug: measured_roofs(chapters) for slug, chapters in gpus.items()}
+    measured = {slug: measured_roofs(chapter) for slug, chapter in gpus.items()}
     name = slug_of(device)
     sheet = datasheet(name)
     for slug, roofs in measured.items():
@@ -573,7 +571,7 @@ def _peaks(sheet: Datasheet) -> pd.Series:
 
 
 def lines(
-    setting: Setting, roofs: Roofs, gpus: Mapping[str, Chapters], price: float = 0
+    setting: Setting, roofs: Roofs, gpus: Mapping[str, Chapter], price: float = 0
 ) -> list[str]:
     """Returns what `labkit plan` prints, a line a statement.
 
