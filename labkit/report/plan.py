@@ -404,7 +404,7 @@ def _way(row: Row) -> str:
 
 def samples(devices: Iterable[Chapter]) -> pd.DataFrame:
     """Returns the training steps whose device time is recorded, as sums of kernels in chapter 02 or
-    as graphs in chapter 01, by which a device is given. Columns STEP.
+    as graphs in chapter 01, by which a device is given. Columns STEP, and the parts of `terms`.
     """
     rows = []
     for chapter in devices:
@@ -415,11 +415,11 @@ def samples(devices: Iterable[Chapter]) -> pd.DataFrame:
         graphs = _steps(chapter, ["execution"], "graph_step", "median_ms")
         sums = _steps(kernels, ["profiles"], "train_step", "step_kernel_ms")
         rows += [
-            step | {"roofs": roofs}
+            step | {"roofs": roofs} | terms(step["setting"], roofs)
             for step in (*graphs, *sums)
             if step["setting"].precision in roofs.rates
         ]
-    return pd.DataFrame(rows, columns=STEP)
+    return pd.DataFrame(rows, columns=[*STEP, *BOUND])
 
 
 def memory_errors(devices: Iterable[Chapter]) -> pd.DataFrame:
@@ -449,19 +449,15 @@ def fitted(measured: pd.DataFrame, way: str) -> dict[str, float]:
     of another way the parts OF_A_WAY are theirs times a factor.
     """
     eager = select(measured, way="eager")
-    rows = pd.DataFrame(map(terms, eager["setting"], eager["roofs"]))
-    rows = rows.div(eager["measured"].to_numpy(), axis=0)
+    rows = eager[list(BOUND)].div(eager["measured"], axis=0)
     coefficients = _least_squares(rows, np.ones(len(eager)))
     if way == "eager":
         return coefficients
     alike = select(measured, way=way)
-    parts = pd.DataFrame(
-        predicted(coefficients, *step)
-        for step in zip(alike["setting"], alike["roofs"], strict=True)
-    )
-    parts = parts.div(alike["measured"].to_numpy(), axis=0)
+    parts = alike[list(BOUND)].mul(coefficients).div(alike["measured"], axis=0)
     own = parts[list(OF_A_WAY)].T.groupby(OF_A_WAY).sum().T
-    factors = _least_squares(own, 1 - (parts["in all"] - own.sum(axis=1)).to_numpy())
+    others = parts.drop(columns=list(OF_A_WAY)).sum(axis=1)
+    factors = _least_squares(own, 1 - others.to_numpy())
     return {
         part: value * factors.get(OF_A_WAY.get(part), 1.0) for part, value in coefficients.items()
     }
