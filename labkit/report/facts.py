@@ -221,7 +221,7 @@ def compare_all(
     frame: pd.DataFrame,
     base: Row,
     other: Row,
-    keys: Sequence[str],
+    keys: list[str],
     *,
     value: str = "median_ms",
     **case: Any,
@@ -234,7 +234,7 @@ def compare_all(
             two end cases by name where they differ by more than WIDEST_RANGE or are all), least and
             most (a ratio and its case); left_out ("; 3 smaller: 0.88× to 1.62×", "" for none).
     """
-    cases = ok_rows(frame, **case).reindex(columns=list(keys)).drop_duplicates().to_dict("records")
+    cases = ok_rows(frame, **case).reindex(columns=keys).drop_duplicates().to_dict("records")
     facts = {}
     small = []
     for key in cases:
@@ -327,7 +327,7 @@ def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
 
 
 def agreement(
-    rows: pd.DataFrame, value: str, predicted: str, within: float, case: Sequence[str]
+    rows: pd.DataFrame, value: str, predicted: str, within: float, case: list[str]
 ) -> Fact:
     """Returns how many predictions lie within a share of the measurement, and the worst.
 
@@ -348,7 +348,7 @@ def agreement(
         "value": f"{num} of {len(rows)}",
         "within": Quantity(within, "%"),
         "worst": Quantity(deviation[worst], "%"),
-        "case": case_name(rows.loc[worst, list(case)]),
+        "case": case_name(rows.loc[worst, case]),
     }
     return Fact("", numbers)
 
@@ -370,7 +370,7 @@ def spread(errors: pd.DataFrame) -> Fact:
 
 
 def beside(
-    theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms"
+    theirs: pd.DataFrame, ours: pd.DataFrame, keys: list[str], value: str = "ms"
 ) -> pd.DataFrame:
     """Returns every published value that has a row of ours beside it, with `ratio`, theirs over
     ours.
@@ -382,7 +382,7 @@ def beside(
     """
     column, unit = {"ms": ("median_ms", 1), "gib": ("peak_bytes", 2**30)}[value]
     own = ok_rows(ours).reindex(columns=[*keys, column, "timer_method"])
-    joined = theirs.merge(own, on=list(keys))
+    joined = theirs.merge(own, on=keys)
     return joined.assign(ratio=joined[f"published_{value}"] / joined[column] * unit)
 
 

@@ -2,7 +2,7 @@
 carries.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -51,22 +51,20 @@ def size_name(size: str) -> str:
     return f"{size} ({count})"
 
 
-def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+def in_order(frame: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
     """Returns the rows sorted by `columns`, names in the order in which this project lists them."""
 
     def key(column: pd.Series) -> pd.Series:
         order = ORDER.get(column.name)
         return column.map({name: rank for rank, name in enumerate(order)}) if order else column
 
-    return frame.sort_values(list(columns), key=key, kind="stable", ignore_index=True)
+    return frame.sort_values(columns, key=key, kind="stable", ignore_index=True)
 
 
 def select(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
     """Returns the rows whose columns have the given value, or one of the given values; attributes
     are kept.
     """
-    if frame.empty:
-        return frame
     mask = pd.Series(True, index=frame.index)
     for column, value in equal.items():
         values = value if isinstance(value, list | tuple | set) else [value]
@@ -101,7 +99,7 @@ def usable(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return rows.reindex(columns=list(dict.fromkeys([*rows, *columns]))).dropna(subset=list(columns))
 
 
-def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -> pd.DataFrame:
+def unfolded(frame: pd.DataFrame, keys: list[str], samples: list[str]) -> pd.DataFrame:
     """Returns the samples of these names, one row per element, beside the columns `keys` of the
     rows that have them.
     """
@@ -109,8 +107,8 @@ def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -
     if rows.empty:
         return rows
     lists = pd.DataFrame(rows["samples"].tolist(), rows.index).reindex(columns=samples).dropna()
-    joined = rows[list(keys)].join(lists, how="inner")
-    return joined.explode(list(samples), ignore_index=True).infer_objects()
+    joined = rows[keys].join(lists, how="inner")
+    return joined.explode(samples, ignore_index=True).infer_objects()
 
 
 def mark(row: Row, value: str = "median_ms") -> str:

@@ -59,9 +59,7 @@ def dtypes(records: pd.DataFrame) -> pd.DataFrame:
         for record in ok_rows(records).to_dict("records")
         for part, dtype in record["observed"]["dtypes"]
     ]
-    keys = ["model", "part"]
-    frame = pd.DataFrame(lines, columns=None if lines else keys)
-    return frame.groupby(keys, sort=False, as_index=False).last()
+    return pd.DataFrame(lines).groupby(["model", "part"], sort=False, as_index=False).last()
 
 
 def dtypes_table(records: pd.DataFrame) -> pd.DataFrame:
