@@ -269,7 +269,7 @@ def _built(build: Callable, *arguments, **options):
 
 
 def _is_measured(frame: pd.DataFrame) -> bool:
-    return not frame.empty and ("status" not in frame or bool((frame["status"] == "ok").any()))
+    return not frame.empty and ("status" not in frame or (frame["status"] == "ok").any())
 
 
 Chapters = Mapping[str, Chapter]

@@ -150,9 +150,8 @@ def _missing(frame: pd.DataFrame, case: Row) -> str:
     """Returns a case without a value in words, with what became of it where it was tried: "eager,
     bf16, length 65,536 (out of memory)".
     """
-    rows = select(frame, **case)
-    failures = [] if rows.empty else sorted(set(rows["status"]) - {"ok"})
-    words = ", ".join(failures).replace("oom", "out of memory")
+    failures = set(select(frame, **case).get("status", [])) - {"ok"}
+    words = ", ".join(sorted(failures)).replace("oom", "out of memory")
     # In one order, so that two sentences that lack one row say so once.
     name = case_name(dict(sorted(case.items())))
     return f"{name} ({words})" if words else name
@@ -343,9 +342,8 @@ def agreement(
         return Fact("", missing="what was predicted")
     deviation = rows[predicted] / rows[value] - 1
     worst = deviation.abs().idxmax()
-    num = int((deviation.abs() <= within).sum())
     numbers = {
-        "value": f"{num} of {len(rows)}",
+        "value": f"{(deviation.abs() <= within).sum()} of {len(rows)}",
         "within": Quantity(within, "%"),
         "worst": Quantity(deviation[worst], "%"),
         "case": case_name(rows.loc[worst, case]),

@@ -104,8 +104,6 @@ def unfolded(frame: pd.DataFrame, keys: list[str], samples: list[str]) -> pd.Dat
     rows that have them.
     """
     rows = ok_rows(frame)
-    if rows.empty:
-        return rows
     lists = pd.DataFrame(rows["samples"].tolist(), rows.index).reindex(columns=samples).dropna()
     joined = rows[keys].join(lists, how="inner")
     return joined.explode(samples, ignore_index=True).infer_objects()

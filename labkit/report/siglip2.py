@@ -38,16 +38,11 @@ PEERS = {"torch.compile": ["compiled"], "fastest of Liger, QuACK": ["liger", "qu
 
 def encoder(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
     """Returns all ways by name, and the matrix products alone."""
-    parts = [part for part in (steps, floor.assign(way=PRODUCTS)) if len(part)]
-    if not parts:
-        return steps
-    rows = pd.concat(parts, ignore_index=True)
+    rows = pd.concat([steps, floor.assign(way=PRODUCTS)], ignore_index=True)
     ways = rows["way"].replace(NAMES)
     order = list(dict.fromkeys([*NAMES.values(), *ways]))
-    return rows.assign(
-        way=pd.Categorical(ways, order),
-        batch=rows["workload"].map(BATCHES),
-    )
+    batches = rows["workload"].map(BATCHES) if len(rows) else ()
+    return rows.assign(way=pd.Categorical(ways, order), batch=batches)
 
 
 def waterfall(rows: pd.DataFrame) -> Figure | None:
