@@ -209,11 +209,9 @@ def over_length(
         for impl, name in names.items():
             line = select(rows, **{panel: title}, impl=name)
             style = STYLES.get(impl, OWN_STYLE)
-            if len(line):
-                line_with_band(axis, line, "length", label=name, style=style, y=value)
+            line_with_band(axis, line, "length", label=name, style=style, y=value)
         axis.set_title(title)
-        if axis is not figure.axes[0]:
-            axis.sharey(figure.axes[0])
+        axis.sharey(figure.axes[0])
         if limit:
             axis.axhline(limit, color="black", linewidth=1, linestyle=":")
         length_axis(axis, rows["length"])
@@ -269,8 +267,8 @@ def finish(figure: Figure, num_columns: int = 4) -> None:
         artists, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, artists, strict=True))
     if handles:
-        columns = min(len(handles), num_columns)
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+        where = "outside lower center"
+        figure.legend(handles.values(), handles.keys(), loc=where, ncols=num_columns)
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:

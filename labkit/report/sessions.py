@@ -76,20 +76,20 @@ def _of_measurement(
         return
     first = sessions[0]
     name = f"{first.section}: {case_name(first.case)}, {first.phase}"
-    timer = {"phase": first.phase, "timer_method": first.timer.get("method")}
-    is_call = verdicts.kind_of_time(first.case | timer) == verdicts.CALL
+    row = first.case | {"phase": first.phase, "timer_method": first.timer.get("method")}
+    is_call = verdicts.kind_of_time(row) == verdicts.CALL
     for value in TIMES:
         times = [one.metrics[value] for one in sessions if one.metrics.get(value)]
-        kind = verdicts.kind_of_time(first.case | timer, value)
+        kind = verdicts.kind_of_time(row, value)
         if kind == verdicts.CALL and value != "median_ms" and is_call:
             continue  # the same call by the other clock
         if waits and kind != verdicts.DEVICE:
             kind = WAITING  # back to back, too
         elif kind == verdicts.CALL:
             kind = OTHER_CALLS
-        row = name if value == "median_ms" else f"{name}, {value}"
+        words = name if value == "median_ms" else f"{name}, {value}"
         for later in times[1:]:
-            yield row, kind, min(times[0], later), max(times[0], later)
+            yield words, kind, min(times[0], later), max(times[0], later)
 
 
 def shares(differences: pd.DataFrame) -> pd.DataFrame:
