@@ -85,7 +85,7 @@ def warmup(records: pd.DataFrame) -> pd.DataFrame:
         first.append(trace[0] / steady)
         num_cold += abs(trace[:WARMUP_MEASURED_STEPS].mean() / steady - 1) > WARM
     row = {"status": "ok", "phase": "warm-up", "num_cold": num_cold, "num_traces": len(first)}
-    return pd.DataFrame([row | {"first": pd.Series(first).median()}] if first else [])
+    return pd.DataFrame([row | {"first": np.median(first)}] if first else [])
 
 
 def call_range(*frames: pd.DataFrame, **case) -> pd.DataFrame:

@@ -470,7 +470,7 @@ def _least_squares(rows: pd.DataFrame, target: np.ndarray) -> dict[str, float]:
         matrix = rows[names].to_numpy()
         values = np.linalg.lstsq(matrix, target, rcond=None)[0]
         if (values >= 0).all():
-            return dict.fromkeys(rows, 0.0) | dict(zip(names, values.tolist(), strict=True))
+            return dict.fromkeys(rows, 0.0) | dict(zip(names, values, strict=True))
         names.pop(int(np.argmin(values * np.linalg.norm(matrix, axis=0))))
 
 

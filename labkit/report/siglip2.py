@@ -53,7 +53,7 @@ def waterfall(rows: pd.DataFrame) -> Figure | None:
     if not steps:
         return None
     figure, axis = figures.panel(height=3.0)
-    before: Row = {}
+    before = {}
     for row in steps:
         way = row["way"]
         time = row["sustained_ms"]

@@ -14,7 +14,7 @@ MAX_COLUMNS = 7
 LEFT = {*ORDER, "case", "published on", "commit"}
 """Columns that are set to the left though their cells may look like numbers."""
 
-NOT_IN_CSV = (
+NOT_IN_CSV = [
     "section",
     "samples",
     "observed",
@@ -22,7 +22,7 @@ NOT_IN_CSV = (
     "sessions",
     "timer_num_warmup",
     "timer_stop_reason",
-)
+]
 
 
 def to_markdown(frame: pd.DataFrame) -> str:
@@ -50,7 +50,7 @@ def to_csv(frame: pd.DataFrame) -> str:
     Columns that are empty throughout, nested values and what only identifies a record are left out.
     A text that a spreadsheet would take for a formula begins with an apostrophe.
     """
-    kept = frame.drop(columns=list(NOT_IN_CSV), errors="ignore")
+    kept = frame.drop(columns=NOT_IN_CSV, errors="ignore")
     kept = kept.replace("", None).dropna(axis="columns", how="all")
     kept = kept.rename(columns=_no_formula).map(_no_formula)
     return kept.to_csv(index=False, float_format="%.6g", lineterminator="\n")
