@@ -49,7 +49,7 @@ def timed(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the passes but those whose call time is not the device's: of less than 1 ms, or
     waiting for the host.
     """
-    rows = calls.reindex(columns=["median_ms", "host_median_ms", "launch_median_ms"])
+    rows = calls.reindex(columns=["median_ms", "host_median_ms", "launch_median_ms"]).astype(float)
     is_short = rows["median_ms"] < facts.LEAST_MS
     waits = rows["launch_median_ms"] >= HOST_SHARE * rows["host_median_ms"]
     return calls[~(is_short | waits)]

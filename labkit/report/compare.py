@@ -304,9 +304,8 @@ def findings(comparison: Comparison) -> list[str]:
             head = f"{kind.capitalize()} times, {count(len(rows), 'row')}: {other} is"
             lines.append(f"{head} {middle}; {listing(_tally(rows))}.")
     device = select(measured, kind=verdicts.DEVICE).sort_values("ratio").to_dict("records")
-    ends = {"lowest": device[:1], "highest": device[-1:]}
-    for words, rows in ends.items():
-        for row in rows:
+    if device:
+        for words, row in {"lowest": device[0], "highest": device[-1]}.items():
             ratio = times(row["ratio"])
             lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
     for name, rows in select(comparison.apart, why="did not fit").groupby("measured on"):
