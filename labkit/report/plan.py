@@ -339,7 +339,7 @@ def measured_roofs(chapter: Chapter) -> Roofs | None:
     steps = select(chapter.records("steps", "execution"), phase=["train_step", "graph_step"])
     steps = usable(steps, "watts")
     ways = [_way(row) for row in steps.to_dict("records")]
-    drawn = steps.assign(way=ways).groupby("way")["watts"].median().to_dict()
+    drawn = steps["watts"].groupby(ways).median().to_dict()
     source = f"measured on {chapter.asked_device}"
     return Roofs(rates, gpu["memory_bytes"], source, gpu.get("power_limit_w"), drawn)
 

@@ -33,14 +33,12 @@ nothing is asked.
 NUM_WORST = 3
 """Rows shown of each chapter and kind of time."""
 
-COLUMNS = ["chapter", "row", "kind", "lowest_ms", "highest_ms", "difference"]
-
 
 def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     """Returns each later session of a commit against its first, one row per measurement and kind,
     the host's left out.
 
-    Columns COLUMNS; difference is highest over lowest less 1.
+    Columns: chapter, row, kind, lowest_ms, highest_ms, and difference, highest over lowest less 1.
     """
     rows = []
     for chapter, records in chapters.items():
@@ -53,7 +51,8 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
             for key, sessions in by_session(timed).items():
                 found = _of_measurement(list(sessions.values()), key in waiting)
                 rows += [(chapter, *row) for row in found]
-    frame = pd.DataFrame(rows, columns=COLUMNS[:-1])
+    columns = ["chapter", "row", "kind", "lowest_ms", "highest_ms"]
+    frame = pd.DataFrame(rows, columns=columns)
     return frame.assign(difference=frame["highest_ms"] / frame["lowest_ms"] - 1)
 
 
