@@ -30,12 +30,12 @@ CALL = "call"
 
 KIND_OF_METHOD = {
     "graph": DEVICE,
-    "flush": DEVICE,
     "queued": DEVICE,
     "nsys": DEVICE,
     "kineto": DEVICE,
     "kineto cpu": CALL,
     "window": CALL,
+    "flush": CALL,  # the host issues a call of many kernels for longer than the cache is overwritten
     "host": CALL,
     "independent": CALL,  # of records until 0.2.0
 }
