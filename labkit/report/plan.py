@@ -153,6 +153,7 @@ def read_config(path: Path) -> ModelConfig:
         )
     width = first("hidden_size", "n_embd")
     num_heads = first("num_attention_heads", "n_head")
+    num_key_heads = first("num_key_value_heads", default=num_heads)
     is_vision = "vision" in kind or "image_size" in content
     return ModelConfig(
         name=kind,
@@ -163,7 +164,8 @@ def read_config(path: Path) -> ModelConfig:
         num_heads=num_heads,
         vocab_size=0 if is_vision else first("vocab_size"),
         head_dim=first("head_dim") if content.get("head_dim") else 0,
-        num_key_heads=first("num_key_value_heads", default=num_heads),
+        # 0: as many as there are heads, also where these are changed.
+        num_key_heads=0 if num_key_heads == num_heads else num_key_heads,
         is_gated=content.get("hidden_act") in ("silu", "swiglu") or kind.startswith("gemma"),
         # transformers writes it only where it is not its default.
         is_tied=content.get("tie_word_embeddings", True),
