@@ -144,7 +144,7 @@ def test_throughput_is_what_others_report(measured, gpus, tmp_path):
     [
         ("{", "cannot be read as a config.json"),
         ("[[1, 2]]", "cannot be read as a config.json"),
-        ({"model_type": "mamba", "d_inner": 3}, "'mamba' has no hidden_size or n_embd; accepted"),
+        ({"hidden_size": 64, "mamba_d_conv": 4}, "has mamba_d_conv; accepted: dense"),
         ({"hidden_size": 64, "num_local_experts": 8}, "has num_local_experts; accepted: dense"),
         ({"text_config": {}, "vision_config": {}}, "has no hidden_size or n_embd"),
         ({"n_embd": 64, "n_head": 4, "n_layer": 2}, "has no vocab_size; accepted"),

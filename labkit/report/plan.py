@@ -107,9 +107,16 @@ SHARING = {
 # ---- models --------------------------------------------------------------------------------------
 
 
-OTHER_ARCHITECTURES = ("kv_lora_rank", "multi_query", "attention_hidden_size", "type_vocab_size")
-"""Keys of a config.json that say of an attention that is not planned here: latent attention, one
-key head without `num_key_value_heads`, RWKV, an encoder such as BERT.
+OTHER_ARCHITECTURES = (
+    "_experts",
+    "mamba",
+    "kv_lora_rank",
+    "multi_query",
+    "attention_hidden_size",
+    "type_vocab_size",
+)
+"""Parts of keys of a config.json that say of layers that are not planned here: experts, state
+spaces, latent attention, one key head without `num_key_value_heads`, RWKV, an encoder such as BERT.
 """
 
 MOST_LAYERS = 10_000
@@ -144,7 +151,7 @@ def read_config(path: Path) -> ModelConfig:
     others = [
         name
         for name, value in content.items()
-        if value and ("_experts" in name or name in OTHER_ARCHITECTURES)
+        if value and any(part in name for part in OTHER_ARCHITECTURES)
     ]
     if others:
         raise RequestError(
