@@ -74,9 +74,9 @@ KEPT = {}
 
 
 def caches_the_result(q, k, v, *, causal):
-    if len(KEPT) < 2:  # the first result is that of a call which is not judged
-        KEPT[len(KEPT)] = right(q, k, v, causal)
-    return KEPT[len(KEPT) - 1].clone()
+    if not KEPT:
+        KEPT["out"] = right(q, k, v, causal)
+    return KEPT["out"].clone()
 
 
 def returns_one_buffer(q, k, v, *, causal):

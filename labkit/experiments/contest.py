@@ -249,7 +249,7 @@ class Operation:
             values = self.run(impl, "forward" if name == "forward" else "forward_backward")()
             return self.worst(impl, name, values)
         self.kept.clear()  # before anything that is timed is called
-        self._check_call(impl)
+        first = self._check_call(impl)
         run = self.run(impl, name)
         earlier = ()
         for _ in range(self.num_judged):
@@ -271,7 +271,7 @@ class Operation:
                 verdict = self.worst(impl, name, copies)
             except AssertionError as error:
                 reason = str(error)
-                if earlier:
+                if earlier or (name == "forward" and are_equal(copies, first)):
                     reason = "its second result is not that of its inputs: a cache"
                 time.sleep(LATE_S)
                 if not are_equal(copies, values):
@@ -282,7 +282,8 @@ class Operation:
                 earlier = values
         return verdict
 
-    def _check_call(self, impl: str) -> None:
+    def _check_call(self, impl: str) -> Tensors:
+        """Returns a copy of what a forward pass gives; raises Refused for another form of it."""
         try:
             outs = self.run(impl, next(iter(self.costs)))()
         except TypeError as error:
@@ -291,6 +292,7 @@ class Operation:
         got, expected = (", ".join(map(_described, values)) for values in (outs, self.grad_outs))
         if got != expected:
             raise Refused(f"it must return {expected}; got {got}")
+        return [x.detach().clone() for x in outs]
 
     # ---- while it is timed ----
 
