@@ -106,7 +106,7 @@ def narrowing(name: str, profile: str, options: Mapping) -> dict[str, list]:
                 others = [other for other, grid in grids.items() if one in grid[key]]
                 hint = f'; set profile = "{others[0]}"' if others else ""
                 raise RequestError(
-                    f"{NARROWED[key]} {one!r} is not in profile {profile!r}; "
+                    f"{NARROWED[key]} {one!r} is not in profile {profile!r} of {name}; "
                     f"accepted: {', '.join(map(str, accepted[key]))}{hint}"
                 )
         if wanted:

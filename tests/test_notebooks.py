@@ -119,7 +119,7 @@ def test_a_cell_that_fails_while_records_are_shown_is_an_error(written):
     [
         ({"device": "nvidia-h9000"}, f"which is '{HERE}'; to measure here, set device = \"this\""),
         ({"measure": False}, f"nothing has been measured on '{HERE}'"),
-        ({"sizes": "nano,10b"}, "'10b' is not in profile 'smoke'; accepted: nano, micro; set"),
+        ({"sizes": "nano,10b"}, "'10b' is not in profile 'smoke' of 01_benchmarking; accepted"),
         ({"colour": "red"}, "unknown parameter 'colour' of 01_benchmarking; accepted: sizes, con"),
     ],
 )
