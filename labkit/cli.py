@@ -609,7 +609,7 @@ def course(
         bool, Option(help="Whether what is filled in is timed beside labkit's.")
     ] = True,
     timeout: Annotated[
-        float, Option(min=1, help="Seconds for one test, and for one pass of a contest.")
+        float, Option(min=1, max=1e6, help="Seconds for one test, and for one pass of a contest.")
     ] = 300,
     output: OutputOption = None,
 ) -> None:

@@ -377,6 +377,7 @@ def bench(
             section, parameters, phases, timeout_s, fresh_process=True, entrants=entrants
         )
 
+    timeout_s = min(timeout_s, 1e6)  # no process can be waited for longer than 24 days
     session = BenchSession(
         "00_bench", output=output, device=THIS_DEVICE, profile="smoke", fresh=True, options={}
     )
