@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from labkit.configs import RequestError
+from labkit.notebooks import NotebookError
 from labkit.records import Record, RecordError, check, check_device_folder, read_environment
 from labkit.report import render
 from labkit.report.text import count, listing
@@ -84,7 +86,10 @@ def _tables(folder: Path) -> Finding:
                 shutil.copytree(beside / "records", Path(root, beside.name, "records"))
         if (folder / "environment.json").exists():
             shutil.copy(folder / "environment.json", copy)
-        render.rebuild(one, output=Path(root))
+        try:
+            render.rebuild(one, output=Path(root))
+        except (NotebookError, RequestError) as error:
+            return Finding("tables", False, f"{error}".replace(root, f"{folder.parent}"))
         sides = folder / "tables", copy / "tables"
         names = sorted({path.name for side in sides for path in side.glob("*")})
         _, differ, missing = filecmp.cmpfiles(*sides, names, shallow=False)
