@@ -262,12 +262,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
     """Returns the environment.json in a device's folder; {} if there is none. Raises RecordError if
     it is damaged.
     """
-    path = folder / "environment.json"
-    environment = _read_object(path) or {}
-    for name in ("device", "gpu"):
-        if not isinstance(environment.get(name, {}), dict):
-            raise RecordError(f"{path}: {name} is {environment[name]!r}; accepted: dict")
-    return environment
+    return _read_object(folder / "environment.json", device=dict, gpu=dict) or {}
 
 
 def done_path(folder: Path, notebook: str) -> Path:
@@ -283,18 +278,24 @@ def read_done(folder: Path, notebook: str) -> dict[str, Any] | None:
 
     Raises RecordError if the file is damaged.
     """
-    return _read_object(done_path(folder, notebook))
+    return _read_object(done_path(folder, notebook), num_missing=int, profile=str)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path, **kinds: type) -> dict[str, Any] | None:
     """Returns the JSON object in a file, None without a file; raises RecordError for another
-    content.
+    content, or for what is there under a name but not of its kind.
     """
     text = _read_bytes(path)
+    if text is None:
+        return None
     try:
-        return None if text is None else _parse(_MARKUP.sub(b"'", text))
+        content = _parse(_MARKUP.sub(b"'", text))
+        for name, kind in kinds.items():
+            if not isinstance(content.get(name, kind()), kind):
+                raise ValueError(f"{name} is {content[name]!r}; accepted: {kind.__name__}")
     except ValueError as error:
         raise RecordError(f"{path}: {error}") from error
+    return content
 
 
 def _read_bytes(path: Path) -> bytes | None:

@@ -169,11 +169,11 @@ def _unfinished(chapters: Chapters) -> list[str]:
     missing = []
     for name, chapter in chapters.items():
         done = read_done(chapter.folder, name)
-        if done is None:
+        if "num_missing" not in (done or {}):
             text = "did not run to its end: what follows is what was recorded before it stopped"
             warnings.append(f"**{name} {text}.**")
             continue
-        if done["profile"] == "quick":
+        if done.get("profile") == "quick":
             quick.append(name[:2])
         if done["num_missing"]:
             missing.append(f"{done['num_missing']:,} of {name[:2]}")
