@@ -45,7 +45,9 @@ KIND_OF_VALUE = {"sustained_ms": SUSTAINED, "host_median_ms": CALL, "flush_media
 """The kind of the times that a row has beside its timer's."""
 
 LEVEL_BAND = 0.03
-"""Two times are level when the whole interval of their ratio lies within 3 % of 1."""
+"""Two times are level when the whole interval of their ratio, and of its inverse, is at most 3 %
+above 1.
+"""
 
 WITHIN = {DEVICE: 0.01, SUSTAINED: 0.01, CALL: 0.03}
 BETWEEN = {DEVICE: 0.03, SUSTAINED: 0.03, CALL: 0.20}
@@ -70,7 +72,7 @@ class Ratio(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        if self.low >= 1 - LEVEL_BAND and self.high <= 1 + LEVEL_BAND:
+        if self.low >= 1 / (1 + LEVEL_BAND) and self.high <= 1 + LEVEL_BAND:
             return LEVEL
         if self.low > 1:
             return AHEAD
@@ -137,7 +139,7 @@ def ratio(base: Row, other: Row, value: str = "median_ms", other_value: str = ""
         ends = [base_times[session] / other_times[session] for session in common]
     else:
         samples = math.hypot(_half_width(base, value), _half_width(other, other_value))
-        ends = [mid * (1 - samples), mid * (1 + samples)]
+        ends = [mid / (1 + samples), mid * (1 + samples)]  # either way round the same verdict
         if not same_session:
             ends += [one / two for one in base_times.values() for two in other_times.values()]
             spread = BETWEEN[kind]
