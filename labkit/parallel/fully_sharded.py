@@ -169,6 +169,7 @@ class _Layer:
 
     Attributes:
         uses: (module, the name under which it uses a parameter, this).
+        is_outer: whether it runs others inside, before and after which backward reads its weights.
         arrived: weights with a gradient to be sent.
     """
 
@@ -178,6 +179,7 @@ class _Layer:
             parameter: owner for owner, _, parameter in uses if isinstance(parameter, _Weight)
         }
         self.weights = list(owners)
+        self.is_outer = False
         self.arrived: list[_Weight] = []
         # The gradient of a lookup does not read the table.
         self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner in owners.values())
@@ -398,6 +400,7 @@ class FullyShardedDataParallel(Wrapper):
         try:
             output = call(*args, **kwargs)
         finally:
+            layer.is_outer = self._uses[-1:] != [layer]
             for owner, key, parameter in layer.uses:
                 owner._parameters[key] = parameter.outer
             # Recomputed in backward: its own backward comes next. Used again at once: it stays.
@@ -417,15 +420,20 @@ class FullyShardedDataParallel(Wrapper):
         return x.to(self.compute_dtype) if x.is_floating_point() else x
 
     def _before_backward(self, layer: _Layer, versions: list[int]) -> None:
-        """Sends the gradients of the layer whose turn is over, frees it, and gathers this one."""
+        """Gathers a layer; sends the gradients of the one whose turn is then over, and frees it.
+
+        Where an outer layer's turn begins, none is over; its own is when all gradients are
+        finished.
+        """
         if versions != layer.versions():
             raise RuntimeError("parameters written after forward; accepted: after backward")
-        if self._running is not None:
-            self._reduce(self._running)
-            for weight in self._running.weights:
-                if weight not in layer.weights:
-                    weight.free()
-        self._running = layer
+        if not layer.is_outer:
+            if self._running is not None:
+                self._reduce(self._running)
+                for weight in self._running.weights:
+                    if weight not in layer.weights:
+                        weight.free()
+            self._running = layer
         self._use(layer)
 
     def _arrived(self, number: int, _: nn.Parameter) -> None:
