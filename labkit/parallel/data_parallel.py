@@ -200,8 +200,9 @@ class Wrapper(nn.Module):
     Every rank runs each forward pass. Buffers that it changes are from then on the rank's own. To
     accumulate gradients, call `finish_gradient_synchronization()` after each backward.
 
-    Raises ValueError for a module that makes sparse gradients or has a BatchNorm and, on every rank
-    alike, parameters or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's;
+    Raises ValueError for a module that makes sparse gradients, has a BatchNorm or an embedding with
+    max_norm and, on every rank alike, parameters or buffers whose names, shapes, dtypes or
+    requires_grad differ from rank 0's;
     RuntimeError where a parameter is added, replaced, moved, frozen or unfrozen after wrapping;
     TypeError for a copy.
     """
@@ -209,16 +210,19 @@ class Wrapper(nn.Module):
     def __init__(self, module: nn.Module):
         super().__init__()
         for name, inside in module.named_modules():
+            refusal = ""
             if getattr(inside, "sparse", False):
-                raise ValueError(
-                    f"{name or 'the module'} makes sparse gradients; accepted: sparse=False"
-                )
+                refusal = "makes sparse gradients; accepted: sparse=False"
+            if isinstance(inside, nn.Embedding | nn.EmbeddingBag) and inside.max_norm:
+                refusal = "would scale the rows that this rank looks up; accepted: max_norm=None"
             is_batch_norm = isinstance(inside, nn.modules.batchnorm._BatchNorm)
             if is_batch_norm and not isinstance(inside, nn.SyncBatchNorm):
-                raise ValueError(
-                    f"{name or 'the module'} would keep statistics of this rank's batches alone; "
+                refusal = (
+                    "would keep statistics of this rank's batches alone; "
                     "accepted: SyncBatchNorm, or a norm without running statistics"
                 )
+            if refusal:
+                raise ValueError(f"{name or 'the module'} {refusal}")
         tensors = dict([*module.named_parameters(), *module.named_buffers()])
         check_ranks_agree(
             [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
