@@ -159,7 +159,7 @@ def _backward(
     wrap_triton(cross_entropy_bwd_kernel)[(num_rows, -(-num_columns // constants["BLOCK"]))](
         logits_NV,
         targets.contiguous(),
-        rows_N3,
+        rows_N3.contiguous(),  # hooks on saved tensors may have laid it out anew
         grad_loss,
         grad,
         logits_NV.stride(0),

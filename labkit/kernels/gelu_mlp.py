@@ -86,6 +86,7 @@ def _gelu_backward(grad_h: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not runs_kernel(z):
         grad_z = torch.ops.aten.gelu_backward(grad_h, z.clamp(-1e4, 1e4), approximate="tanh")
         return grad_z, F.gelu(z, approximate="tanh"), wide(grad_z).sum(0)
+    z = z.contiguous()  # hooks on saved tensors may have laid it out anew
     num_rows, num_cols = z.shape
     grid = -(-num_rows // BLOCK_M.value), -(-num_cols // BLOCK_F.value)
     grad_z, h = torch.empty_like(z), torch.empty_like(z)

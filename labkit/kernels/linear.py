@@ -55,7 +55,8 @@ def dropout_kernel(x_ptr, out_ptr, seed_ptr, p, num_elements):
 
 @operator("dropout")
 def seeded_dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    """Returns m ∘ x / (1 − p) for dense x; `seed` is one int64 on its device."""
+    """Returns m ∘ x / (1 − p); `seed` is one int64 on its device."""
+    x = x.contiguous()
     out = torch.empty_like(x)
     grid = (-(-x.numel() // (4 * RUN.value)),)
     wrap_triton(dropout_kernel)[grid](x, out, seed, p, x.numel())
@@ -63,7 +64,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
 
 
 class DropoutLinear(torch.autograd.Function):
-    """Dropout and a linear layer of dense rows; see `dropout_linear`."""
+    """Dropout and a linear layer of rows; see `dropout_linear`."""
 
     @staticmethod
     @outside_autocast
@@ -135,7 +136,7 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
     if not runs_kernel(x):
         return F.linear(F.dropout(x, p), weight, bias)
     check_integers("seed", seed, x)
-    return DropoutLinear.apply(x.contiguous(), weight, bias, p, seed)
+    return DropoutLinear.apply(x, weight, bias, p, seed)
 
 
 def norm_linear(

@@ -269,7 +269,9 @@ def norm_backward(
     """Returns the gradients of the sum, of the parameters (one a row), and that of x if its dtype
     is another.
     """
+    # Hooks on saved tensors may have laid them out anew.
     total = total.contiguous()
+    scale = scale.contiguous()
     grad_y = grad_y.contiguous()
     bytes_a_column = total.element_size() + grad_y.element_size()
     if grad_total is not None:
@@ -287,7 +289,7 @@ def norm_backward(
         total,
         weight.contiguous(),
         scale,
-        mean,
+        None if mean is None else mean.contiguous(),
         grad_y,
         grad_total,
         grad,
