@@ -202,9 +202,8 @@ class Wrapper(nn.Module):
 
     Raises ValueError for a module that makes sparse gradients, has a BatchNorm or an embedding with
     max_norm and, on every rank alike, parameters or buffers whose names, shapes, dtypes or
-    requires_grad differ from rank 0's;
-    RuntimeError where a parameter is added, replaced, moved, frozen or unfrozen after wrapping;
-    TypeError for a copy.
+    requires_grad differ from rank 0's; RuntimeError where a parameter is added, replaced, moved,
+    frozen or unfrozen after wrapping; TypeError for a copy.
     """
 
     def __init__(self, module: nn.Module):

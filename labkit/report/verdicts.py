@@ -35,7 +35,7 @@ KIND_OF_METHOD = {
     "kineto": DEVICE,
     "kineto cpu": CALL,
     "window": CALL,
-    "flush": CALL,  # the host issues a call of many kernels for longer than the cache is overwritten
+    "flush": CALL,  # issuing many kernels takes longer than overwriting the cache
     "host": CALL,
     "independent": CALL,  # of records until 0.2.0
 }
