@@ -566,7 +566,7 @@ def _of_datasheet(sheet: Datasheet, measured: Mapping[str, Roofs]) -> Roofs:
         words = ", ".join(f"{name} {percent(share)}" for name, share in reached.items())
         source = f"not measured; {sheet.source}, times what measured GPUs reach of theirs ({words})"
     rates = rates.dropna().to_dict()
-    return Roofs(rates, sheet.memory_gb * 1e9, source, sheet.power_limit_w, {})
+    return Roofs(rates, sheet.memory_bytes, source, sheet.power_limit_w, {})
 
 
 def _peaks(sheet: Datasheet) -> pd.Series:
