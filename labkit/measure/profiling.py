@@ -28,7 +28,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -45,6 +44,7 @@ import pandas as pd
 import torch
 
 from labkit.guard import guarded_folder
+from labkit.records import write_bytes_atomic
 
 OUTSIDE = "outside"
 """Range and phase of what was launched in none."""
@@ -467,7 +467,7 @@ def capture_with_kineto(
         keep: where the trace is kept as a file; None deletes it. stacks: with the Python lines that
             call.
 
-    Raises ProfileError as `read_chrome_trace`.
+    Raises ProfileError as `read_chrome_trace`; RecordError where it cannot be kept.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device_kind == "cuda":
@@ -481,8 +481,11 @@ def capture_with_kineto(
             if device_kind == "cuda":
                 torch.cuda.synchronize()
     with tempfile.TemporaryDirectory(prefix="labkit-kineto-") as folder:
-        path = keep or Path(folder) / "trace.json"
+        # Not where it is kept: the profiler does not say that a disk is full.
+        path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
+        if keep:
+            write_bytes_atomic(keep, path.read_bytes())
         return read_chrome_trace(path, torch.__version__)
 
 
@@ -576,6 +579,7 @@ class Nsys:
         Raises:
             TimeoutError: it took longer; every process that it started has been ended.
             ProfileError: nsys or its export failed, or what they left cannot be read.
+            RecordError: the capture cannot be kept.
         """
         end_s = time.monotonic() + timeout_s
         # The guard ends whatever has the folder's path in its environment, also what has left the
@@ -605,7 +609,7 @@ class Nsys:
             else:
                 raise ProfileError(f"nsys left no report: {_last_line(output)}")
             if keep:
-                shutil.copyfile(report, keep)
+                write_bytes_atomic(keep, report.read_bytes())
             options = ("--type=sqlite", "--force-overwrite=true", f"--output={export}")
             output = nsys("export", *options, str(report))
             if not export.exists():
