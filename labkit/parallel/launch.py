@@ -342,18 +342,18 @@ def _failure(
     silent = [rank for rank in failed if rank not in errors]
     first = [*silent, *sorted(errors, key=errors.get), *stopped, 0][0]
     code = failed.get(first)
+    causes = [line for line in logs[first] if re.match(CAUSE, line)]
     text = "\n".join(logs[first][-40:])
     if first in errors:
         how = "exit status 1"
         text = errors[first][1]
-    elif code is None:
+    elif code is None or "Timeout (" in "".join(causes):  # which ends a rank by itself
         how = f"no end in {timeout_s:g} s"
     elif code < 0:
         how = f"killed by signal {-code}, {signal.strsignal(-code)}"
     else:
         how = f"exit status {code}" if code else "exit status 0, before it was done"
     how += "".join(f"; rank {rank} was stopped" for rank in stopped)
-    causes = [line for line in logs[first] if re.match(CAUSE, line)]
     parts = [f"rank {first} of {nproc} failed first ({how})", text, *causes[:1]]
     for rank, log in enumerate(logs):
         if log and rank != first:
