@@ -47,8 +47,8 @@ class Datasheet:
         """About what a program sees: datasheets say GB where they mean GiB, the driver keeps up to
         two percent, and inline error correction takes a sixteenth.
         """
-        # PyTorch reports of A100 80 GB 79.2 GiB, B200 178.4, RTX 4090 23.6, A30 23.5, L40 44.4.
-        return self.memory_gb * 2**30 * (0.92 if self.has_inline_ecc else 0.98)
+        # PyTorch reports of A100 80 GB 79.2 GiB, B200 178.4, RTX 4090 23.6, L40 44.4, T4 14.6.
+        return self.memory_gb * 2**30 * (0.91 if self.has_inline_ecc else 0.98)
 
     def tflops(self, precision: str) -> float | None:
         """Returns the peak for "fp32", "tf32" or "bf16"; None for a format without one here."""
