@@ -219,7 +219,7 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
         with pytest.raises(kind, match=message):
             misuse(wrapper(linear()))
         with pytest.raises(RuntimeError, match=r"has no gradient on this rank; accepted: all used"):
-            unused(wrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+            unused(wrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, False))))
     sharded = FullyShardedDataParallel
     with pytest.raises(RuntimeError) as caught:
         sharded(Readout())(rows(0))

@@ -37,6 +37,7 @@ from labkit.parallel.collectives import (
 from labkit.parallel.data_parallel import (
     MB,
     SECOND_BACKWARD,
+    UNUSED,
     GradientBuckets,
     Wrapper,
     only_dtype,
@@ -219,8 +220,8 @@ class FullyShardedDataParallel(Wrapper):
 
     Raises ValueError for another transport, and complex parameters that are not frozen;
     RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a backward
-    pass through parameters written since, a parameter used by another module than its own outside
-    of a unit, and as `Wrapper`.
+    pass through parameters written since, a parameter that this rank has not used or that another
+    module than its own uses outside of a unit, and as `Wrapper`.
     """
 
     def __init__(
@@ -341,6 +342,9 @@ class FullyShardedDataParallel(Wrapper):
         average.
         """
         for weight in self._weights:
+            # Another rank's gradients would be added to those of another weight.
+            if weight.full.requires_grad and not weight.has_gradient:
+                raise RuntimeError(UNUSED)
             weight.has_gradient = False
             self._reduce(weight.layer)
         while self._reducing:
