@@ -5,6 +5,7 @@ and results are the course's.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,15 +47,19 @@ class get_fsdp(FullyShardedDataParallel):  # noqa: N801
             parameter.add_gradient = functools.partial(_add_gradient, held)
         return parameters
 
-    def _before_forward(self, layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _run(self, layer: Any, call: Callable, /, *args, **kwargs):
         """The tests' norms compute with fp32 weights, and another rounding of what comes before a
         ReLU is another gradient where it changes a sign.
         """
         if layer.weights:
-            return super()._before_forward(layer, args, kwargs)
+            return super()._run(layer, call, *args, **kwargs)
         for owner, key, parameter in layer.uses:
             owner._parameters[key] = parameter.full
-        return args, kwargs
+        try:
+            return call(*args, **kwargs)
+        finally:
+            for owner, key, parameter in layer.uses:
+                owner._parameters[key] = parameter.outer
 
 
 def _add_gradient(p: nn.Parameter, gradient: Tensor) -> None:
