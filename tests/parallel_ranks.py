@@ -160,6 +160,7 @@ def check_every_wrapper_trains_as_one_process():
         bound = 0 if dist.get_world_size() == 2 and parts == 1 else 2e-6
         assert_same(model, expected, bound, (kind, name, parts))
     torch.use_deterministic_algorithms(False)
+    assert get_fsdp(nn.LayerNorm(4), torch.half)(rows(0)).dtype == torch.float
 
 
 class Readout(nn.Module):
@@ -219,7 +220,7 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
         with pytest.raises(kind, match=message):
             misuse(wrapper(linear()))
         with pytest.raises(RuntimeError, match=r"has no gradient on this rank; accepted: all used"):
-            unused(wrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, False))))
+            unused(wrapper(nn.Sequential(linear(), linear())))
     sharded = FullyShardedDataParallel
     with pytest.raises(RuntimeError) as caught:
         sharded(Readout())(rows(0))
