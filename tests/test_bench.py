@@ -74,9 +74,7 @@ KEPT = {}
 
 
 def caches_the_result(q, k, v, *, causal):
-    if not KEPT:
-        KEPT["out"] = right(q, k, v, causal)
-    return KEPT["out"].clone()
+    return KEPT.setdefault("out", right(q, k, v, causal)).clone()
 
 
 def returns_one_buffer(q, k, v, *, causal):
