@@ -5,7 +5,6 @@ and results are the course's.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,19 +46,11 @@ class get_fsdp(FullyShardedDataParallel):  # noqa: N801
             parameter.add_gradient = functools.partial(_add_gradient, held)
         return parameters
 
-    def _run(self, layer: Any, call: Callable, /, *args, **kwargs):
+    def _dtype_of(self, layer: Any) -> torch.dtype | None:
         """The tests' norms compute with fp32 weights, and another rounding of what comes before a
         ReLU is another gradient where it changes a sign.
         """
-        if layer.weights:
-            return super()._run(layer, call, *args, **kwargs)
-        for owner, key, parameter in layer.uses:
-            owner._parameters[key] = parameter.full
-        try:
-            return call(*args, **kwargs)
-        finally:
-            for owner, key, parameter in layer.uses:
-                owner._parameters[key] = parameter.outer
+        return self.compute_dtype if layer.weights else None
 
 
 def _add_gradient(p: nn.Parameter, gradient: Tensor) -> None:

@@ -170,7 +170,6 @@ class _Layer:
 
     Attributes:
         uses: (module, the name under which it uses a parameter, this).
-        is_outer: whether it runs others inside, before and after which backward reads its weights.
         arrived: weights with a gradient to be sent.
     """
 
@@ -180,7 +179,6 @@ class _Layer:
             parameter: owner for owner, _, parameter in uses if isinstance(parameter, _Weight)
         }
         self.weights = list(owners)
-        self.is_outer = False
         self.arrived: list[_Weight] = []
         # The gradient of a lookup does not read the table.
         self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner in owners.values())
@@ -395,16 +393,20 @@ class FullyShardedDataParallel(Wrapper):
         """Returns what a module's call returns, which computes with full parameters."""
         if layer.weights:
             self._use(layer)
+        dtype = self._dtype_of(layer)
         for owner, key, parameter in layer.uses:
             # A gathered weight has the dtype already, and stays itself.
             full = parameter.full
-            owner._parameters[key] = full.to(self.compute_dtype or full.dtype)
-        if self.compute_dtype:
-            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+            owner._parameters[key] = full.to(dtype or full.dtype)
+        if dtype:
+
+            def cast(x: Tensor) -> Tensor:
+                return x.to(dtype) if x.is_floating_point() else x
+
+            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
         try:
             output = call(*args, **kwargs)
         finally:
-            layer.is_outer = self._uses[-1:] != [layer]
             for owner, key, parameter in layer.uses:
                 owner._parameters[key] = parameter.outer
             # Recomputed in backward: its own backward comes next. Used again at once: it stays.
@@ -415,23 +417,25 @@ class FullyShardedDataParallel(Wrapper):
         if layer.backward_reads:
             leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
             versions = layer.versions()
+            is_outer = self._uses[-1:] != [layer]
             torch.autograd.graph.register_multi_grad_hook(
-                leaves, lambda _: self._before_backward(layer, versions), mode="any"
+                leaves, lambda _: self._before_backward(layer, versions, is_outer), mode="any"
             )
         return output
 
-    def _cast(self, x: Tensor) -> Tensor:
-        return x.to(self.compute_dtype) if x.is_floating_point() else x
+    def _dtype_of(self, layer: _Layer) -> torch.dtype | None:
+        """Returns what a layer computes in, None for as its parameters and inputs are."""
+        return self.compute_dtype
 
-    def _before_backward(self, layer: _Layer, versions: list[int]) -> None:
+    def _before_backward(self, layer: _Layer, versions: list[int], is_outer: bool) -> None:
         """Gathers a layer; sends the gradients of the one whose turn is then over, and frees it.
 
-        Where an outer layer's turn begins, none is over; its own is when all gradients are
-        finished.
+        A call that ran other layers inside is outer: backward reads its weights before and after
+        theirs. Where its turn begins, none is over; its own is when all gradients are finished.
         """
         if versions != layer.versions():
             raise RuntimeError("parameters written after forward; accepted: after backward")
-        if not layer.is_outer:
+        if not is_outer:
             if self._running is not None:
                 self._reduce(self._running)
                 for weight in self._running.weights:
