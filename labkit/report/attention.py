@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import accounting, published
-from labkit.report import facts, figures
+from labkit.report import facts, figures, verdicts
 from labkit.report.frame import by_way, in_order, ok_rows, select, usable
 
 FUSED = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
@@ -49,10 +49,10 @@ def timed(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the passes but those whose call time is not the device's: of less than 1 ms, or
     waiting for the host.
     """
-    rows = calls.reindex(columns=["median_ms", "host_median_ms", "launch_median_ms"]).astype(float)
+    rows = usable(calls, "median_ms")
+    waits = [verdicts.issued(row) >= HOST_SHARE for row in rows.to_dict("records")]
     is_short = rows["median_ms"] < facts.LEAST_MS
-    waits = rows["launch_median_ms"] >= HOST_SHARE * rows["host_median_ms"]
-    return calls[~(is_short | waits)]
+    return calls.drop(rows.index[is_short | pd.Series(waits, rows.index, bool)])
 
 
 def times_table(calls: pd.DataFrame) -> pd.DataFrame:
