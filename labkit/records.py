@@ -463,7 +463,8 @@ class RecordStore:
     def repair(self) -> None:
         """Makes the next append start a new line: a torn last one goes into a .torn file."""
         content = _read_bytes(self.path) or b""
-        if torn := content.rpartition(b"\n")[2]:
+        torn = content.rpartition(b"\n")[2]
+        if torn:
             kept = self.path.with_suffix(".torn")
             where = f"{len(torn)} bytes of a torn line, now in {kept.name}"
             print(f"labkit: {self.path} ended in {where}", file=sys.stderr)

@@ -530,7 +530,8 @@ def new_model(device: Device, parameters: dict) -> Model:
 
 def new_optimizer(device: Device, parameters: dict) -> Optimizer:
     """Returns AdamW's step on a matrix and a vector."""
-    rows, columns = parameters["rows"], parameters["columns"]
+    rows = parameters["rows"]
+    columns = parameters["columns"]
     names = ["params"]
     if parameters["operation"] == "adamw":
         names += ["grads", "exp_avgs", "exp_avg_sqs", "step"]

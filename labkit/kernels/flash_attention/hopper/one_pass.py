@@ -757,7 +757,8 @@ def plan(
     steps = num_tiles * group
     # The last of a head's programs waits for half of a mean loop or less.
     most = max(programs // SHARERS, 4 * programs // steps)
-    if causal and group == 1:
+    has_waves = causal and group == 1
+    if has_waves:
         most = min(most, math.ceil(ENOUGH_WAVES * programs / key_tiles))
     elif not causal:
         computed = max(1, num_work_tiles / programs) * steps
@@ -772,7 +773,7 @@ def plan(
         "CAUSAL": causal,
         "EVEN_K": causal or num_keys % BLOCK_K.value == 0,
         "BLOCK_Q": block_q,
-        "WAVES": group == 1 and at_once > 1,
+        "WAVES": has_waves and at_once > 1,
     }
     launch = TileLaunch(
         hopper_bwd_single_kernel,
