@@ -86,13 +86,17 @@ def test_a_captured_step_whose_result_is_no_number_is_an_error():
         capture_steps(step, "train_step", contextlib.nullcontext)
 
 
-def test_the_program_ends_at_a_failure_which_a_range_names(monkeypatch):
+def test_the_program_goes_on_after_what_does_not_fit_and_ends_at_another_failure(monkeypatch):
     run = captured_step.capture_steps
     names = []
+    failures = {
+        16: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more"),
+        64: RuntimeError("it broke"),
+    }
 
     def limited(step, phase, marker):
-        if step.tokens.shape[1] == 16:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more")
+        if failure := failures.get(step.tokens.shape[1]):
+            raise failure
         run(step, phase, marker)
 
     monkeypatch.setattr(captured_step, "capture_steps", limited)
@@ -101,14 +105,15 @@ def test_the_program_ends_at_a_failure_which_a_range_names(monkeypatch):
         "record_function",
         lambda name: names.append(name) or contextlib.nullcontext(),
     )
-    words = [w for n in ("8", "16", "32") for w in ("nano", n, "fp32", "eager", "inference")]
-    with pytest.raises(torch.OutOfMemoryError):
-        main(words)
-    assert [name for name in names if name.startswith("step ")] == [
+    cases = [["nano", context, "fp32", "eager", "inference"] for context in ("16", "8", "64", "32")]
+    with pytest.raises(RuntimeError):
+        main([word for case in cases for word in case])
+    assert [name for name in names if name.startswith(("step ", "oom ", "error "))] == [
+        "oom nano 16 fp32 eager inference CUDA out of memory. Tried to allocate 20 GiB",
         "step 0 nano 8 fp32 eager inference",
         "step 1 nano 8 fp32 eager inference",
+        "error it broke",
     ]
-    assert names[-1] == "oom CUDA out of memory. Tried to allocate 20 GiB"
 
 
 def test_a_step_is_profiled_and_its_capture_kept(tmp_path):

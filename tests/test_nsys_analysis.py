@@ -73,21 +73,17 @@ def test_cases_share_one_capture(monkeypatch):
     second = experiment._from_capture(None, CPU, later, "train_step")
     assert second.case == later.parameters and experiment._captured == {}
     assert nsys.commands == [" ".join(STEPS).split()]
-    # What does not fit ends the capture of its group, and is not tried a second time.
-    nsys = FakeNsys(STEPS[:1], "oom too large")
-    assert experiment._from_capture(nsys, CPU, case, "train_step").case == case.parameters
-    with pytest.raises(torch.OutOfMemoryError, match="too large"):
-        experiment._from_capture(None, CPU, later, "train_step")
+    # What does not fit is not tried a second time.
+    nsys = FakeNsys(STEPS[1:], f"oom {STEPS[0]} too large")
+    unfit = experiment._from_capture(nsys, CPU, case, "train_step")
+    assert (unfit.status, unfit.reason) == ("oom", "too large")
+    assert experiment._from_capture(None, CPU, later, "train_step").status == "ok"
 
 
-@pytest.mark.parametrize(
-    ("failure", "kind"),
-    [("oom too large", torch.OutOfMemoryError), ("error it broke", RuntimeError)],
-)
-def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for(failure, kind):
+def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for():
     case = ProfiledCase("profiles", parameters(context=32), ("train_step",), 300.0)
-    with pytest.raises(kind, match=f"^{failure.partition(' ')[2]}$"):
-        experiment._from_capture(FakeNsys(STEPS, failure), CPU, case, "train_step")
+    with pytest.raises(RuntimeError, match="it broke"):
+        experiment._from_capture(FakeNsys(STEPS, "error it broke"), CPU, case, "train_step")
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error():

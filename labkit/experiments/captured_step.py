@@ -3,8 +3,8 @@ ranges alone.
 
 As a program it runs the steps of cases: `python -m labkit.experiments.captured_step SIZE CONTEXT
 PRECISION ATTENTION PHASE …`. The capture itself says what became of each, by the names of ranges:
-"step 0 SIZE …" and "step 1 SIZE …" as read back from the live objects, "oom …" or "error …" for a
-failure, which ends the program.
+"step 0 SIZE …" and "step 1 SIZE …" as read back from the live objects; "oom SIZE …" for one that
+does not fit, after which the others are run; "error …" for another failure, which ends the program.
 """
 
 import contextlib
@@ -105,10 +105,9 @@ def capture_steps(step: Step, phase: str, marker: Marker) -> None:
 
 def run_cases(device: Device, cases: Sequence[Sequence[str]], marker: Marker) -> None:
     """Runs the captured steps of each case, (size, context, precision, attention, phase)."""
-    for shape, same in itertools.groupby(cases, key=lambda case: case[:-1]):
+    for *shape, phase in cases:
         with contextlib.closing(Step(device, parameters_of(*shape))) as step:
-            for *_, phase in same:
-                capture_steps(step, phase, marker)
+            capture_steps(step, phase, marker)
 
 
 def words_of(parameters: dict, *phase: str) -> tuple[str, ...]:
@@ -156,20 +155,28 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
 
 
 def main(words: Sequence[str]) -> None:
-    """Runs the cases that the words name, five each; a last range names what failed."""
+    """Runs the cases that the words name, five each; a range names what failed."""
     device = detect()
     marker = torch.cuda.nvtx.range if device.kind == "cuda" else record_function
     gc.freeze()  # otherwise each collection would walk through all modules
     try:
-        cases = [words[first : first + 5] for first in range(0, len(words), 5)]
-        run_cases(device, cases, marker)
+        for first in range(0, len(words), 5):
+            case = words[first : first + 5]
+            try:
+                run_cases(device, [case], marker)
+            except torch.OutOfMemoryError as error:
+                with marker(f"oom {' '.join(case)} {_first_line(error)}"):
+                    pass
+            empty_cache()  # not above: the error holds the step's tensors
     except Exception as error:
-        status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
-        reason = f"{error}".split("\n")[0][:500]
-        with marker(f"{status} {reason}"):
+        with marker(f"error {_first_line(error)}"):
             raise
     finally:
         gc.unfreeze()  # or its modules are reported as leaks when the process ends
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0][:500]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import functools
 from dataclasses import dataclass, replace
 
 import pandas as pd
-import torch
 
 from labkit.configs import NSYS_ANALYSIS
 from labkit.device import Device
@@ -84,7 +83,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
                         parameters_of(*shape),
                         phases,
                         grid.case_timeout_s,
-                        stop_at_failure=True,
                         together=together,
                     )
                 )
@@ -135,8 +133,6 @@ def _failure(trace: Trace) -> Exception:
     """Returns the error that ended the captured process, as a range of the capture names it."""
     for name in trace.ranges["name"]:
         status, _, reason = name.partition(" ")
-        if status == "oom":
-            return torch.OutOfMemoryError(reason)
         if status == "error":
             return RuntimeError(reason)
     return ProfileError("the captured process ended before its first step")
@@ -144,7 +140,7 @@ def _failure(trace: Trace) -> Exception:
 
 def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
     """Returns the measurements of the phases that a capture holds, by their words: metrics, and in
-    `observed` tables by kernel, class and range.
+    `observed` tables by kernel, class and range; of a phase that does not fit its status alone.
     """
     table = profiling.launches(trace, STEP_PHASES, KERNEL_CLASSES)
     outermost = [path[0] if path else profiling.OUTSIDE for path in table["path"]]
@@ -171,6 +167,10 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
         observed = {"tables": tables, "profiler": trace.source, "profiler_version": trace.version}
         timer = {"method": trace.source, "num_warmup": NUM_WARMUP}
         results[words] = Measured(metrics, parameters_of(*words[:-1]), observed, timer=timer)
+    for name in spans.index[spans.index.str.startswith("oom ")]:
+        _, *words, reason = name.split(maxsplit=6)
+        unfit = Measured({}, parameters_of(*words[:-1]), status="oom", reason=reason)
+        results[tuple(words)] = unfit
     return results
 
 

@@ -236,9 +236,6 @@ def _reading(path: Path | str, kind: str) -> Iterator[None]:
         raise ProfileError(f"{name} cannot be read as {kind}: {reason}") from error
 
 
-_LAST_NS = 1 << 53
-"""Later times (104 days) would not be exact in floating point."""
-
 # A global thread id is the process's with the thread's in the lowest 24 bits.
 _NSYS_OPERATIONS = """
 SELECT {name} AS name, '{kind}' AS kind, start AS start_ns, [end] AS end_ns,
@@ -250,12 +247,13 @@ SELECT globalTid AS thread, globalTid >> 24 AS process, correlationId AS correla
     start AS launched_ns
 FROM CUPTI_ACTIVITY_KIND_RUNTIME WHERE correlationId >= 0"""
 
-# Types 59 and 60 are ranges of push and pop, of start and end. One never closed has no end.
-_NSYS_RANGES = f"""
-SELECT CAST(COALESCE(text, value) AS TEXT) AS name, start AS start_ns,
-    COALESCE([end], {_LAST_NS}) AS end_ns, globalTid >> 24 AS process, globalTid AS thread
+# Types 59 and 60 are ranges of push and pop, of start and end. One without an end was left open by
+# an exception in a backward pass, and would hold whatever its thread launches afterwards.
+_NSYS_RANGES = """
+SELECT CAST(COALESCE(text, value) AS TEXT) AS name, start AS start_ns, [end] AS end_ns,
+    globalTid >> 24 AS process, globalTid AS thread
 FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId
-WHERE COALESCE(text, textId) IS NOT NULL AND eventType IN (59, 60)"""
+WHERE COALESCE(text, textId) IS NOT NULL AND eventType IN (59, 60) AND [end] IS NOT NULL"""
 
 _NSYS_NAMES = {
     "kernel": "CAST(IFNULL((SELECT value FROM StringIds WHERE id = demangledName), '?') AS TEXT)",
