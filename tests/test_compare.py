@@ -5,7 +5,7 @@ zero.
 import pytest
 
 from labkit.records import Record, RecordStore
-from labkit.report import compare, figures
+from labkit.report import compare
 
 NOTEBOOK = "01_benchmarking"
 
@@ -83,12 +83,11 @@ def test_what_is_alike_gets_a_ratio_and_what_is_not_is_named(sides):
     }
 
 
-def test_a_page_has_findings_a_figure_and_every_row(sides):
+def test_a_page_has_findings_and_every_row(sides):
     comparison = compare.Comparison(*sides)
     text = compare.page(comparison, {NOTEBOOK: "01.svg"})
     assert "Device times, 2 rows: b is" in text and "1 ahead and 1 undecided" in text
     assert "| a and b | num_parameters differs | 1 |" in text
-    assert figures.svg(compare.figure(comparison, NOTEBOOK)).startswith(b"<?xml")
 
 
 def test_a_report_lists_the_other_devices(tmp_path, sides):
@@ -104,8 +103,11 @@ def test_a_report_lists_the_other_devices(tmp_path, sides):
 
 
 def test_a_device_measured_twice_has_two_names(tmp_path):
-    runs = {"first": 10.0, "again": 5.0}
+    runs = {"first": 10.0, "again": 9.5}
     sides = [written(tmp_path / root, "a", {128: metrics(time)}) for root, time in runs.items()]
     comparison = compare.Comparison(*sides)
     assert (comparison.base, comparison.other) == ("a", "a in again")
-    assert "a in again is 2.00× as fast" in compare.page(comparison, {})
+    assert "a in again is 1.05× as fast" in compare.page(comparison, {})
+    (axis,) = compare.figure(comparison, NOTEBOOK).axes
+    least, most = axis.get_xlim()
+    assert sum(least < tick < most for tick in axis.get_xticks()) > 2, "of a narrow range, too"

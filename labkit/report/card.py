@@ -18,6 +18,7 @@ from labkit.report.chapter import (
     Chapters,
     commits_of,
     dates_of,
+    session_records,
     shown_records,
     torch_of,
     versions_of,
@@ -353,7 +354,7 @@ def _fits_part(chapters: Chapters) -> list[str]:
 
 
 def _provenance_line(chapters: Chapters) -> str:
-    records = [record for chapter in chapters.values() for record in chapter.every_record()]
+    records = session_records(chapters)
     gpu = first_of(chapters).gpu
     parts = [f"{gpu['memory_bytes'] / 2**30:.0f} GiB"] if gpu else []
     parts += [f"{gpu['power_limit_w']:.0f} W"] if gpu.get("power_limit_w") else []
@@ -368,7 +369,7 @@ def provenance(chapters: Chapters) -> str:
     not shown.
     """
     first = first_of(chapters)
-    every = [record for chapter in chapters.values() for record in chapter.every_record()]
+    every = session_records(chapters)
     shown = shown_records(chapters)
     lines = [
         f"Device: {_machine(first)}.",

@@ -326,6 +326,11 @@ def shown_records(chapters: Chapters) -> list[Record]:
     return [record for chapter in chapters.values() for record in chapter.all_records()]
 
 
+def session_records(chapters: Chapters) -> list[Record]:
+    """Returns the records of all chapters and sessions that may enter a number."""
+    return [record for chapter in chapters.values() for record in chapter.every_record()]
+
+
 def dates_of(records: Iterable[Record]) -> str:
     """Returns "2026-11-21 to 2026-11-23", one date where both are the same, "" where none is
     recorded.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from labkit import notebooks
 from labkit.configs import RequestError
@@ -36,7 +36,7 @@ from labkit.report.chapter import (
     chapters_of,
     commits_of,
     dates_of,
-    shown_records,
+    session_records,
     torch_of,
     versions_of,
 )
@@ -49,9 +49,6 @@ MEMORY = "memory"
 
 VALUES = ("step_kernel_ms", "median_ms", "sustained_ms", "host_median_ms", "peak_bytes")
 """What is compared of a record; of each kind the first that it has."""
-
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20, 50, 100)
-"""Where a figure's axis of ratios has a number, if the ratios reach so far."""
 
 ROOFS = {"bf16 products": "gemm, bf16", "copy": "copy"}
 """Of the roofs, those in the table of devices, and how their case begins."""
@@ -196,7 +193,7 @@ class Comparison:
             # A device measured twice: the second is named by the folder that it lies in.
             self.other += f" in {first_of(other).folder.parent.name}"
         self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
-        if len({versions_of("labkit", shown_records(one)) for one in (base, other)}) > 1:
+        if len({versions_of("labkit", session_records(one)) for one in (base, other)}) > 1:
             self.sources += " Rows of labkit's own kernels compare its versions, too."
         names = self.base, self.other
         ours = _measurements(base)
@@ -333,7 +330,10 @@ def figure(comparison: Comparison, chapter: str) -> Figure:
     axis.set_xscale("log")
     axis.invert_yaxis()
     axis.axvline(1, color="0.4", linewidth=1, linestyle=":")
-    axis.xaxis.set_major_locator(FixedLocator(TICKS))
+    least, most = axis.get_xlim()
+    # Ratios that lie near one another reach one power of ten, or none.
+    is_narrow = most < 5 * least
+    axis.xaxis.set_major_locator(MaxNLocator(6) if is_narrow else LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}×")
     axis.minorticks_off()
     words = "times as fast (of memory: as small)"
@@ -344,7 +344,7 @@ def figure(comparison: Comparison, chapter: str) -> Figure:
 
 def provenance(name: str, chapters: Chapters) -> str:
     """Returns which software measured a device, when, and from which commit."""
-    records = shown_records(chapters)
+    records = session_records(chapters)
     parts = [
         *torch_of(records),
         f"labkit {versions_of('labkit', records)}",
