@@ -13,9 +13,19 @@ ALL_REDUCE = {"status": "ok", "phase": "all_reduce float32 100000000", "transpor
 
 
 def step(phase, median_ms=100.0, **values):
-    timer = {"session": "s", "timer_method": "window", "median_ms": median_ms, "samples": {}}
-    parts = {"exposed_us": 4000.0, "communication_us": 40_000.0, "compute_us": 90_000.0}
-    return {"status": "ok", "phase": phase, **timer, **parts, **CASE} | values
+    return {
+        "status": "ok",
+        "phase": phase,
+        "session": "s",
+        "timer_method": "window",
+        "median_ms": median_ms,
+        "samples": {},
+        "exposed_us": 4000.0,
+        "communication_us": 40_000.0,
+        "compute_us": 90_000.0,
+        **CASE,
+        **values,
+    }
 
 
 STEPS = pd.DataFrame(
@@ -28,23 +38,29 @@ STEPS = pd.DataFrame(
 )
 PROFILES = pd.DataFrame([{"status": "ok", "size": "2.7b", "optimizer_kernel_ms": 20.0}])
 LINKS = pd.DataFrame([{**ALL_REDUCE, "world_size": 2, "bus_gbs": 250.0}])
-NOTHING = pd.DataFrame()
 ADDED = report.added(STEPS, PROFILES, LINKS)
 
 
 def test_a_way_stands_beside_the_ranks_alone_of_its_session():
     rows = ADDED.set_index("phase")
-    ways = {"alone", "bucketed 100 MB", "fsdp", report.LESS}
-    assert set(rows.index) == ways, "another session has no rank alone"
+    # Another session has no rank alone.
+    assert set(rows.index) == {"alone", "bucketed 100 MB", "fsdp", report.LESS}
     names = ["added_ms", "added_fraction", "shows_fraction", "contention_ms"]
     assert rows.loc["bucketed 100 MB", names].tolist() == pytest.approx([25.0, 0.2, 0.1, 20.0])
+
+
+def test_ways_are_shown_in_one_order_whichever_was_measured_first():
+    rows = [step("fsdp"), step("alone", size="xl-2025"), step("alone")]
+    shown = report.shown(pd.DataFrame(rows))
+    assert list(shown["phase"]) == ["alone", "alone", "fsdp"]
+    assert list(shown["size"]) == ["xl-2025", "2.7b", "2.7b"]
 
 
 def test_sharding_is_compared_with_a_rank_that_updates_as_little():
     sides = {"phase": report.LESS}, {"phase": "fsdp"}
     fact = compare(ADDED, *sides, **LARGE)
     assert (fact["base"].value, fact["other"].value, fact.verdict) == (90.0, 120.0, "behind")
-    unknown = report.added(STEPS, NOTHING, LINKS)
+    unknown = report.added(STEPS, pd.DataFrame(), LINKS)
     assert compare(unknown, *sides, **LARGE).missing, "AdamW was not measured"
 
 

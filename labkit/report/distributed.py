@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from labkit import accounting
 from labkit.configs import STEP_8B_WAYS, STEP_PARTS, model_config
 from labkit.report import figures
-from labkit.report.frame import cell, select, size_name, usable
+from labkit.report.frame import cell, in_order, select, size_name, usable
 from labkit.report.text import gib, number, percent
 
 TOGETHER = [
@@ -59,8 +59,8 @@ def of_most_ranks(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def collectives_figure(rows: pd.DataFrame) -> Figure:
-    """Draws bus bandwidth over size, a colour an operation and a dash a transport; gloo where there
-    is no other.
+    """Draws bus bandwidth over size, a colour an operation and a marker a transport; gloo where
+    there is no other.
     """
     of_gpus = select(rows, transport=["nccl", "ctas_4", "copy"])
     figure, axis = figures.panel(height=2.6)
@@ -70,8 +70,9 @@ def collectives_figure(rows: pd.DataFrame) -> Figure:
         y="bus_gbs",
         hue="operation",
         style="transport",
-        markers=True,
+        markers={"nccl": "o", "gloo": "o", "ctas_4": "X", "copy": "s"},
         palette={"all_reduce": "#0072b2", "all_gather": "#e69f00"},
+        dashes=False,
         ax=axis,
     )
     figures.log_scale(axis, "x")
@@ -83,10 +84,11 @@ def shown(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured steps of one mode and batch: of CUDA graphs, without any of the first
     recorded.
     """
-    rows = usable(steps, *TOGETHER)
+    rows = usable(steps, "phase", *TOGETHER)
     graphs = select(rows, compile="graph")
     rows = rows if graphs.empty else graphs
-    return rows.merge(rows[["precision", "compile", "batch"]].head(1))
+    rows = rows.merge(rows[["precision", "compile", "batch"]].head(1))
+    return in_order(rows, ["phase", "size"])
 
 
 def steps_figure(rows: pd.DataFrame) -> Figure:
@@ -177,11 +179,6 @@ def added(
     less = select(rows, phase="alone").assign(phase=LESS, sessions=None)
     less["median_ms"] -= others * adamw
     return pd.concat([rows, less])
-
-
-def with_held(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the steps, and those of `resident` once more in the mode HELD."""
-    return pd.concat([steps, resident(steps).assign(compile=HELD)])
 
 
 def resident(steps: pd.DataFrame) -> pd.DataFrame:
