@@ -21,9 +21,8 @@ def test_a_bar_of_the_parts_adds_up_to_its_peak():
     plans = frame(peak("bf16", 2048, plan="1", attention="sdpa_flash", peak_bytes=50 * GIB))
     pure = frame(peak("bf16_pure", peak_bytes=30 * GIB))
     rows = report.parts(frame(peak(), peak("bf16")), pure, plans)
-    assert rows.sum(axis=1).to_dict() == pytest.approx(
-        {"fp32": 60, "autocast": 60, "pure bf16": 30, "recomputed,\n2,048": 50}
-    )
+    # What was not measured keeps its place.
+    assert rows.sum(axis=1).tolist() == pytest.approx([60, 60, 30, 0, 50])
     assert rows["weights"]["pure bf16"] == rows["weights"]["fp32"] / 2
 
 

@@ -45,9 +45,17 @@ def planned_figure(errors: pd.DataFrame) -> Figure:
     """Draws by how much planned memory and time are off, over what was measured."""
     figure, axes = figures.panels(errors.groupby("what"), height=2.6)
     for axis, (what, rows) in axes:
-        look = {"hue": "way", "style": "way", "hue_order": STEP_WAYS, "style_order": STEP_WAYS}
-        legend = axis is figure.axes[-1]
-        sns.scatterplot(rows, x="measured", y="error", ax=axis, legend=legend, **look)
+        sns.scatterplot(
+            rows,
+            x="measured",
+            y="error",
+            hue="way",
+            hue_order=STEP_WAYS,
+            style="way",
+            style_order=STEP_WAYS,
+            ax=axis,
+            legend=axis is figure.axes[-1],
+        )
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:,g}")
@@ -58,8 +66,8 @@ def planned_figure(errors: pd.DataFrame) -> Figure:
 
 
 def parts(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) -> pd.DataFrame:
-    """Returns GiB of one step of 2.7b, a row a way: weights and moments by closed form, and the
-    rest of its peak.
+    """Returns GiB of one step of 2.7b, a row a way, NaN where it was not measured: weights and
+    moments by closed form, and the rest of its peak.
     """
     config = model_config("2.7b")
     short = {"size": "2.7b", "context": 512, "phase": "train_step"}
@@ -79,7 +87,7 @@ def parts(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) ->
             moments = share * accounting.optimizer_state_bytes(config)
             rest = row["peak_bytes"] - weights - moments
             rows[way] = {"weights": weights, "moments": moments, "gradients, activations": rest}
-    return pd.DataFrame.from_dict(rows, orient="index") / GIB
+    return pd.DataFrame.from_dict(rows, orient="index").reindex(ways) / GIB
 
 
 def parts_figure(
@@ -99,7 +107,7 @@ def parts_figure(
         rot=0,
         legend=False,
     )
-    axis.bar_label(axis.containers[-1], rows.sum(axis=1).map(number), padding=3)
+    axis.bar_label(axis.containers[-1], rows.sum(axis=1, min_count=1).map(number), padding=3)
     axis.margins(y=0.12)
     axis.grid(visible=False, axis="x")
     figures.finish(figure)
