@@ -11,17 +11,30 @@ def frame(*rows):
 
 
 def test_the_error_drawn_is_the_largest_so_far():
-    case = {"method": "sequential", "accumulator": "bf16", "term": "bf16"}
-    told = {"exact_sum": 1.0, "num_terms": 3, "observed": {"trace_every": 1}}
-    rows = frame({**case, **told, "samples": {"running_sum": [0.1, 0.2, 0.25]}})
-    (axis,) = report.sums_figure(rows).axes
+    row = {
+        "method": "sequential",
+        "accumulator": "bf16",
+        "term": "bf16",
+        "exact_sum": 1.0,
+        "num_terms": 3,
+        "observed": {"trace_every": 1},
+        "samples": {"running_sum": [0.1, 0.2, 0.25]},
+    }
+    (axis,) = report.sums_figure(frame(row)).axes
     assert axis.lines[0].get_ydata() == pytest.approx([abs(0.1 - 1 / 3), abs(0.2 - 2 / 3), 0.75])
 
 
 def norm(statistics, scale=1.0, error=1e-4, overflowed=0.0):
-    row = {"norm": "rms_norm", "setting": "centred", "input": "bf16", "scale": scale}
-    faults = {"overflowed_fraction": overflowed, "nonfinite_fraction": 0.0}
-    return row | {"statistics": statistics, "relative_error": error} | faults
+    return {
+        "norm": "rms_norm",
+        "setting": "centred",
+        "input": "bf16",
+        "scale": scale,
+        "statistics": statistics,
+        "relative_error": error,
+        "overflowed_fraction": overflowed,
+        "nonfinite_fraction": 0.0,
+    }
 
 
 def test_what_narrow_statistics_cost_is_over_fp32_and_overflow_is_no_cost():

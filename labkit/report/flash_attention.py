@@ -88,7 +88,10 @@ def rates(rivals: pd.DataFrame) -> Figure | None:
     for axis, (value, direction) in axes:
         for place, impl in enumerate(impls):
             line = select(rows, impl=IMPLS[impl], direction=direction)
-            heights = [shapes.index(shape) + 0.2 * (place - 1.5) for shape in line["shape"]]
+            heights = [
+                shapes.index(shape) + 0.2 * (place - len(impls) / 2 + 0.5)
+                for shape in line["shape"]
+            ]
             colour, marker, _ = figures.STYLES[impl]
             axis.scatter(line[value], heights, color=colour, marker=marker, label=IMPLS[impl])
             if value == "sustained_tflops":

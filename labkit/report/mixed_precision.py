@@ -133,7 +133,8 @@ def training_figure(training: pd.DataFrame) -> Figure:
                 loss.index + 1,
                 loss,
                 label=name,
-                markevery=20,
+                # Lines cover one another: the markers say that they are there.
+                markevery=(3 * len(axis.lines), 20),
                 markersize=5,
                 **figures.STYLES[precision].line,
             )
