@@ -126,19 +126,6 @@ def panel(height: float) -> tuple[Figure, Axes]:
     return figure, axis
 
 
-def length_axis(axis: Axes, lengths: Iterable[int]) -> None:
-    """Makes x a log2 axis of lengths with a tick at each measured one, every other one where they
-    are many.
-    """
-    lengths = sorted(set(lengths))
-    axis.set_xscale("log", base=2)
-    ticks = lengths[:: len(lengths) // 7 + 1]
-    names = [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks]
-    axis.set_xticks(ticks, names)
-    axis.minorticks_off()
-    axis.set_xlabel("length (tokens)")
-
-
 def log_time_axis(axis: Axes, label: str) -> None:
     """Makes y a log axis with plain numbers at 1, 2 and 5 times each power of ten."""
     if not axis.lines:
@@ -152,11 +139,15 @@ def log_time_axis(axis: Axes, label: str) -> None:
 
 
 def log_scale(axes: Axes, which: str) -> None:
-    """Makes the axes that `which` names, "x", "y" or "xy", logarithmic, labelled as 10⁻³.
+    """Makes the axes that `which` names, "x", "y" or "xy", logarithmic, labelled as 10⁻³; not one
+    whose values lie within a power of ten, which would have no label.
 
     matplotlib's own labels are formulas, slow to set.
     """
     for name in which:
+        low, high = getattr(axes, f"get_{name}lim")()
+        if 0 < high < 10 * low:
+            continue
         getattr(axes, f"set_{name}scale")("log")
         axis = getattr(axes, f"{name}axis")
         axis.set_major_formatter(lambda value, _: power(value))
@@ -204,6 +195,10 @@ def over_length(
     if usable(rows, value).empty:
         return None
     titles = rows[panel].unique()
+    # A tick at each measured length, at every other one where they are many.
+    lengths = sorted(set(rows["length"]))
+    ticks = lengths[:: len(lengths) // 7 + 1]
+    labels = [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks]
     figure, axes = panels(titles, height=3.2)
     for axis, title in axes:
         for impl, name in names.items():
@@ -214,7 +209,10 @@ def over_length(
         axis.sharey(figure.axes[0])
         if limit:
             axis.axhline(limit, color="black", linewidth=1, linestyle=":")
-        length_axis(axis, rows["length"])
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, labels)
+        axis.minorticks_off()
+        axis.set_xlabel("length (tokens)")
         log_time_axis(axis, label)
         axis.yaxis.set_major_locator(LogLocator())
         axis.label_outer()
@@ -267,19 +265,30 @@ def finish(figure: Figure, num_columns: int = 4) -> None:
         artists, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, artists, strict=True))
     if handles:
-        where = "outside lower center"
-        figure.legend(handles.values(), handles.keys(), loc=where, ncols=num_columns)
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=num_columns
+        )
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:
     """Marks where there is no number: × for out of memory, ? for any other failure, on the upper
-    edge.
+    edge, below what is marked there already.
     """
-    look = {"transform": axis.get_xaxis_transform(), "color": colour, "s": 22, "zorder": 3}
     for marker, statuses in (("$?$", ["error", "timeout"]), ("x", ["oom"])):
         failed = sorted(rows[x][rows["status"].isin(statuses)])
+        # Bands, which lie deeper, are no marks.
+        height = 0.97 - 0.05 * sum(one.zorder == 3 for one in axis.collections)
         if failed:
-            axis.scatter(failed, [0.97] * len(failed), marker=marker, clip_on=False, **look)
+            axis.scatter(
+                failed,
+                [height] * len(failed),
+                s=22,
+                color=colour,
+                marker=marker,
+                transform=axis.get_xaxis_transform(),
+                clip_on=False,
+                zorder=3,
+            )
 
 
 def svg(figure: Figure) -> bytes:
@@ -292,5 +301,5 @@ def svg(figure: Figure) -> bytes:
 def png(figure: Figure) -> bytes:
     """Returns the figure as PNG, for the outputs kept in a notebook."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
+    figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
