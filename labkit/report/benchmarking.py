@@ -37,37 +37,38 @@ def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def idle(steps: pd.DataFrame, profiles: pd.DataFrame) -> pd.DataFrame:
-    """Returns eager training steps with `idle_fraction`: 1 − kernel time (chapter 02's) ÷ call
-    time.
-    """
-    calls = ok_rows(steps, phase="train_step", compile="none", attention="eager")
-    kernels = ok_rows(profiles, phase="train_step", attention="eager")
-    if calls.empty or kernels.empty:
-        return pd.DataFrame()
-    joined = calls.merge(kernels[[*CASE, "step_kernel_ms"]], on=CASE)
-    return joined.assign(idle_fraction=_idle_share(joined["step_kernel_ms"], joined["median_ms"]))
-
-
 def _idle_share(kernel_ms, call_ms):
     # A kernel sum of another session can exceed the call by what sessions differ.
     return np.maximum(1 - kernel_ms / call_ms, 0)
 
 
 def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
-    """Draws the share of a step in which the device waits, size over context, a panel a
-    precision.
+    """Draws the share of an eager training step in which the device waits, by chapter 02's kernel
+    times, size over context, a panel a precision.
     """
-    rows = idle(steps, profiles)
+    calls = ok_rows(steps, phase="train_step", compile="none", attention="eager")
+    kernels = ok_rows(profiles, phase="train_step", attention="eager")
+    if calls.empty or kernels.empty:
+        return None
+    rows = calls.merge(kernels[[*CASE, "step_kernel_ms"]], on=CASE)
     if rows.empty:
         return None
+    rows["idle_fraction"] = _idle_share(rows["step_kernel_ms"], rows["median_ms"])
     cells = in_order(rows, ["precision", "size"]).groupby("precision", sort=False)
     figure, axes = figures.panels(cells, height=2.8)
     for axis, (precision, shown) in axes:
         table = shown.pivot_table("idle_fraction", "size", "context", sort=False).sort_index(axis=1)
-        look = {"cmap": "cividis_r", "vmin": 0, "vmax": 1, "cbar": False}
         table = table.rename(columns="{:,}".format)
-        sns.heatmap(table, annot=table.map(percent), fmt="", ax=axis, **look)
+        sns.heatmap(
+            table,
+            annot=table.map(percent),
+            fmt="",
+            ax=axis,
+            cmap="cividis_r",
+            vmin=0,
+            vmax=1,
+            cbar=False,
+        )
         axis.set(title=precision, xlabel="context (tokens)", ylabel="")
         axis.grid(visible=False)
     return figure
