@@ -61,7 +61,7 @@ def waterfall(rows: pd.DataFrame) -> Figure | None:
         text = cell(row, "sustained_ms")
         axis.barh(way, time, color=figures.SERIES[0 if is_change else 5])
         end = time
-        if is_change and before.get("way") in CHANGES.values():
+        if is_change and before:
             fact = facts.compare_rows(before, row, "sustained_ms")
             axis.barh(
                 way,
@@ -74,7 +74,7 @@ def waterfall(rows: pd.DataFrame) -> Figure | None:
             end = max(time, before["sustained_ms"])
             text += f", {fact['ratio']} {fact.verdict}"
         axis.annotate(f" {text}", (end, way), va="center", fontsize=9)
-        before = row
+        before = row if is_change else {}
     axis.set_xlabel("sustained time of forward + backward (ms)")
     axis.set_xlim(right=1.6 * axis.get_xlim()[1])
     axis.invert_yaxis()
