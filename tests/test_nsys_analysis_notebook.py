@@ -29,9 +29,17 @@ def captured(precision="fp32", phase="train_step", *, matmul=900.0, copies=0.0, 
         "classes": table(classes, "phase", "kernel_class"),
         "ranges": table([*ranges, (part, "matmul", 1.0)], "path", "kernel_class"),
     }
-    row = {**CASE, "precision": precision, "phase": phase, "batch": 4, "status": "ok"}
-    told = {"timer_method": "nsys", "disturbed": False, "observed": {"tables": tables}}
-    return {**row, **told, **changes}
+    return {
+        **CASE,
+        "precision": precision,
+        "phase": phase,
+        "batch": 4,
+        "status": "ok",
+        "timer_method": "nsys",
+        "disturbed": False,
+        "observed": {"tables": tables},
+        **changes,
+    }
 
 
 def classes(*rows):

@@ -59,7 +59,6 @@ HEAD = ["chapter", "section", "case", "phase"]
 APART = ["measured on", "why"]
 """What is said of a case that gets no ratio."""
 
-MOST_ROWS = 12
 MOST_NAMED = 3
 
 
@@ -233,7 +232,7 @@ def roofs(comparison: Comparison) -> pd.DataFrame:
     longest = select(rows, kind=verdicts.DEVICE).sort_values("base", ascending=False)
     # The longest of each chapter, so that no chapter fills the table.
     longest = longest.groupby("chapter").head(2)
-    return pd.concat([roof, longest]).head(MOST_ROWS)
+    return pd.concat([roof, longest])
 
 
 def _label(row: Row) -> str:
@@ -332,8 +331,7 @@ def figure(comparison: Comparison, chapter: str) -> Figure:
     axis.axvline(1, color="0.4", linewidth=1, linestyle=":")
     least, most = axis.get_xlim()
     # Ratios that lie near one another reach one power of ten, or none.
-    is_narrow = most < 5 * least
-    axis.xaxis.set_major_locator(MaxNLocator(6) if is_narrow else LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_locator(MaxNLocator(6) if most < 5 * least else LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}×")
     axis.minorticks_off()
     words = "times as fast (of memory: as small)"
@@ -376,7 +374,7 @@ def page(comparison: Comparison, images: Mapping[str, str]) -> str:
         alt = f"Ratios of {notebooks.title(chapter)}"
         parts.append(f"![{alt}]({image})")
     if len(comparison.apart):
-        parts += ["## Not compared", tables.to_markdown(apart(comparison).head(20))]
+        parts += ["## Not compared", tables.to_markdown(apart(comparison))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
