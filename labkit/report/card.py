@@ -82,7 +82,7 @@ leaves. ~ marks clocks that still changed.
 - Calls that the host holds up are widened by what hosts were seen to differ, up to \
 {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy.
-- No verdict rests on two times under {facts.LEAST_MS:.0f} ms or two memories under {
+- No sentence's verdict rests on two times under {facts.LEAST_MS:.0f} ms or two memories under {
     facts.LEAST_BYTES / 2**20:.0f} MiB; fewer than {facts.LEAST_CASES} cases are named, not counted.
 - A session is one run of one chapter.
 - GB/s: 10⁹ bytes a second. GiB: 2³⁰ bytes. A multiply-add: two FLOPs."""
@@ -103,8 +103,8 @@ def page(chapters: Chapters, keyed: Mapping[str, tuple[str, str]]) -> str:
         *_part(
             "Which attention?",
             attention_table(rivals),
-            f"Device time in bf16, in a burst, of {_entrants(rivals)}. Chapter 06 has them at the "
-            "power limit, where order can change.",
+            f"Device time in bf16, in a burst, of {_entrants(rivals)}. Chapter 06 has the fastest "
+            "at the power limit.",
         ),
         *_fits_part(chapters),
     ]
@@ -210,10 +210,16 @@ def ladder(chapters: Chapters) -> Figure | None:
         axis.plot(pd.Series(times).reindex(range(len(rungs))), label=size_name(size), **style.line)
         # The two large sizes lie close together: the label of the lower goes below.
         above = size != LADDER_SIZES[1]
-        look = {"ha": "center", "va": "bottom" if above else "top", "size": 9}
-        look |= {"textcoords": "offset points", "xytext": (0, 6 if above else -6)}
         for place, time in times.items():
-            axis.annotate(number(time), (place, time), **look)
+            axis.annotate(
+                number(time),
+                (place, time),
+                xytext=(0, 6 if above else -6),
+                textcoords="offset points",
+                ha="center",
+                va="bottom" if above else "top",
+                size=9,
+            )
         if roof_tflops:
             at_roof = next(filter(None, rungs))["flops"] / roof_tflops / 1e9
             axis.hlines(at_roof, 2, len(LADDER) - 1, color=style.colour, linestyle=":", linewidth=1)
@@ -271,8 +277,9 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
         times = {name: row["median_ms"] for name, row in rows.items() if row}
         if not times:
             continue
-        fastest = rows[min(times, key=times.get)]
-        beside = {name: _beside(fastest, rows[name]) for name in times}
+        names = sorted(times, key=times.get)
+        fastest = rows[names[0]]
+        beside = {name: _beside(fastest, rows[name]) for name in names}
         ahead = [name for name, text in beside.items() if text in ("the fastest", "level")]
         mask = "causal" if shape["causal"] else "no mask"
         line = {
@@ -282,10 +289,9 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
             "fastest": f"{listing(ahead)}, {cell(fastest, 'achieved_tflops')} TFLOP/s",
             "ours": beside.get("ours", "not measured"),
         }
-        in_pytorch = [name for name in IN_PYTORCH if name in times]
+        in_pytorch = [f"{name}, {beside[name]}" for name in names if name in IN_PYTORCH]
         if in_pytorch:
-            best = min(in_pytorch, key=times.get)
-            line["PyTorch alone"] = f"{best}, {beside[best]}"
+            line["PyTorch alone"] = in_pytorch[0]
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -309,17 +315,18 @@ def _part(heading: str, table: pd.DataFrame, text: str, *figure: str) -> list[st
 
 
 def longest(frame: pd.DataFrame, **case: Any) -> str:
-    """Returns the longest context that a training step was measured with, "≥" where no longer one
-    failed.
+    """Returns the longest context that a training step was measured with and the shortest that
+    failed, "≥" where none did.
     """
     rows = select(frame, **case)
     if rows.empty:
         return "not measured"
     fits = rows["context"][rows["status"] == "ok"]
-    too_large = ((rows["status"] == "oom") | rows["reason"].str.startswith("needs at least")).any()
-    if len(fits):
-        return f"{'' if too_large else '≥ '}{fits.max():,}"
-    return "does not fit" if too_large else "not measured"
+    is_large = (rows["status"] == "oom") | rows["reason"].str.startswith("needs at least")
+    too_large = rows["context"][is_large]
+    if fits.empty:
+        return "not measured" if too_large.empty else "does not fit"
+    return f"≥ {fits.max():,}" if too_large.empty else f"{fits.max():,}, not {too_large.min():,}"
 
 
 def _fits_part(chapters: Chapters) -> list[str]:
@@ -344,8 +351,8 @@ def _fits_part(chapters: Chapters) -> list[str]:
         for size in sizes
     )
     text = (
-        "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer context "
-        "failed. Recomputing is with SDPA's FlashAttention."
+        "Longest measured context of a training step at batch 4 with AdamW, and the shortest that "
+        "failed; ≥: none. Recomputing is with SDPA's FlashAttention."
     )
     return _part("Will it fit?", table, text)
 
@@ -406,12 +413,9 @@ def _machine(chapter: Chapter) -> str:
 
 
 def _versions(records: Sequence[Record]) -> str:
-    versions = {}
-    for record in records:
-        for package, version in record.software.items():
-            if version:
-                versions.setdefault(package, set()).add(str(version))
-    return ", ".join(f"{name} {' and '.join(sorted(seen))}" for name, seen in versions.items())
+    packages = dict.fromkeys(name for record in records for name in record.software)
+    versions = {name: versions_of(name, records) for name in packages}
+    return ", ".join(f"{name} {seen}" for name, seen in versions.items() if seen)
 
 
 def _power_note(chapter: Chapter, records: Sequence[Record]) -> list[str]:

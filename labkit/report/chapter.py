@@ -29,6 +29,7 @@ from labkit.records import (
     write_text_atomic,
 )
 from labkit.report import facts, figures, tables
+from labkit.report.text import listing
 
 FIGURE = "labkit_figure"
 """Key in an output's metadata under which the report finds a figure's file name and caption."""
@@ -351,5 +352,5 @@ def torch_of(records: Iterable[Record]) -> list[str]:
 
 
 def versions_of(package: str, records: Iterable[Record]) -> str:
-    """Returns the versions of a package that the records were measured with."""
-    return ", ".join(sorted({record.software.get(package, "") for record in records} - {""}))
+    """Returns the versions of a package that the records were measured with: "0.1.0 and 0.2.0"."""
+    return listing(sorted({record.software.get(package, "") for record in records} - {""}))

@@ -273,7 +273,7 @@ def compare_all(
         "range": reach,
         "least": named[0],
         "most": named[1],
-        "value": f"{counts[verdicts.AHEAD]} of {len(facts)}",
+        "value": reach,
     }
     return Fact(
         case_name(case),
@@ -416,7 +416,7 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
             about = f"{fact.plain}, {fact.case}".strip(", ")
             return f"*Too small, or too few cases, to draw a conclusion: {about}.*"
     chosen = texts.get(first.verdict, text if first.verdict in ("", MIXED) else "")
-    if first.verdict == MIXED and "{total}" not in chosen and "{value}" not in chosen:
+    if first.verdict == MIXED and "{total}" not in chosen:
         chosen = ""  # cases that differ are a selection, which must say of how many
     if not chosen:
         return _plain(first)
