@@ -93,8 +93,8 @@ def rows(seed: int) -> torch.Tensor:
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    return torch.optim.SGD(model.parameters(), foreach=True, **options)  # as on a GPU
+    # foreach as on a GPU.
+    return torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=0.01, foreach=True)
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -137,9 +137,11 @@ def assert_same(model: nn.Module, expected: nn.Module, bound: float, what) -> No
     """Asserts that no parameter of a wrapper differs by more than `bound` of the largest value; 0:
     bit for bit.
     """
-    values = dict(model.module.named_parameters(remove_duplicate=False))
-    wanted = expected.named_parameters(remove_duplicate=False)
-    for (name, value), (_, p) in zip(values.items(), wanted, strict=True):
+    models = model.module, expected
+    mine, wanted = (one.named_parameters(remove_duplicate=False) for one in models)
+    for (name, value), (_, p) in zip(mine, wanted, strict=True):
+        # Fused optimizers read both in one order.
+        assert value.grad is None or value.grad.stride() == value.stride()
         assert (full(value) - p).abs().max() <= bound * p.abs().max(), (what, name)
 
 
@@ -152,6 +154,8 @@ def check_every_wrapper_trains_as_one_process():
     wrappers = WRAPPERS | {"the course's": get_fsdp}
     for kind, name, parts in itertools.product((Net, Tied), wrappers, (1, 2)):
         expected, mine = made(kind), made(kind, dist.get_rank())
+        for p in mine.parameters():
+            p.data = p.data.t().contiguous().t()  # by columns
         model = wrappers[name](mine)
         optimizers = momentum(expected), momentum(model)
         for seed in range(3):
@@ -350,7 +354,6 @@ def check_collectives_move_the_right_elements_and_count_as_nccl_tests_does():
         # A CPU's rank waits for what it issues.
         assert result["issue_s"] == result["seconds"] and len(result["times_s"]) == 20
         rate = result["num_bytes"] / result["seconds"] / 1e9
-        assert result["algorithm_gbs"] == pytest.approx(rate)
         assert result["bus_gbs"] == pytest.approx(rate * bus_factor(operation, number))
         collectives.check_ranks_agree([result])
 

@@ -43,7 +43,7 @@ def weakly(method: Callable, number: int) -> Callable:
     reference = weakref.WeakMethod(method)
 
     def call(p: nn.Parameter) -> None:
-        if (alive := reference()) is not None:
+        if alive := reference():
             alive(number, p)
 
     return call
@@ -99,8 +99,8 @@ class GradientBuckets:
         self._sent_as = sent_as
         self._group = group_of(transport, "collective", "copy")
         is_copied = transport == "copy"
-        is_apart = (is_copied or sent_as) and dist.get_backend() == "nccl"
-        self._stream = torch.cuda.Stream() if is_apart else None
+        # Of copies, and of sums in another dtype.
+        self._stream = torch.cuda.Stream() if dist.get_backend() == "nccl" else None
         self._peers: PeerMemory | None = None
         params = [p for p in params if p.requires_grad][::-1]
         if sent_as and not sent_as.is_floating_point:
@@ -185,17 +185,17 @@ def _grouped(params: Iterable[nn.Parameter], bucket_bytes: float) -> Iterator[li
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Replaces the tensors' values by rank 0's. Collective."""
+    """Replaces the tensors' values by rank 0's, and makes the tensors contiguous. Collective."""
     for tensor in tensors:
+        # Buckets make gradients contiguous, and fused optimizers read both in one order.
+        tensor.data = tensor.detach().contiguous()
         # As bytes: gloo does not know every dtype.
-        dense = tensor.detach().contiguous()
-        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
-        tensor.detach().copy_(dense)
+        dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)
 
 
 class Wrapper(nn.Module):
-    """Holds `module` with rank 0's parameters and buffers, and refuses what would make it another
-    one.
+    """Holds `module` with rank 0's parameters and buffers, made contiguous, and refuses what would
+    make it another one.
 
     Every rank runs each forward pass. Buffers that it changes are from then on the rank's own. To
     accumulate gradients, call `finish_gradient_synchronization()` after each backward.
@@ -232,7 +232,7 @@ class Wrapper(nn.Module):
     def _parameters_now(self) -> dict[str, tuple]:
         """Returns what a parameter must stay; subclasses keep it as `_wrapped`."""
         return {
-            name: (id(p), p.dtype, p.device, p.requires_grad)
+            name: (id(p), p.dtype, p.device, p.stride(), p.requires_grad)
             for name, p in self.module.named_parameters()
         }
 
@@ -345,5 +345,5 @@ def finish_gradients(model: nn.Module) -> None:
     way.
     """
     finish = getattr(model, "finish_gradient_synchronization", None)
-    if finish is not None:
+    if finish:
         finish()

@@ -273,7 +273,6 @@ class FullyShardedDataParallel(Wrapper):
                 if p.requires_grad:
                     raise ValueError(f"{name} is {p.dtype}; accepted: real, or frozen")
                 continue
-            p.data = p.data.contiguous()
             is_sharded = p.ndim > 1 and len(p) >= dist.get_world_size()
             placement = Shard(0) if is_sharded else Replicate()
             values = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None)
