@@ -210,9 +210,10 @@ class Wrapper(nn.Module):
         super().__init__()
         for name, inside in module.named_modules():
             refusal = ""
-            if getattr(inside, "sparse", False):
+            is_table = isinstance(inside, nn.Embedding | nn.EmbeddingBag)
+            if is_table and inside.sparse:
                 refusal = "makes sparse gradients; accepted: sparse=False"
-            if isinstance(inside, nn.Embedding | nn.EmbeddingBag) and inside.max_norm:
+            if is_table and inside.max_norm:
                 refusal = "would scale the rows that this rank looks up; accepted: max_norm=None"
             is_batch_norm = isinstance(inside, nn.modules.batchnorm._BatchNorm)
             if is_batch_norm and not isinstance(inside, nn.SyncBatchNorm):
