@@ -244,7 +244,6 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
     for call, message in (
         (lambda: BucketedDataParallel(linear, 0), "bucket_size_mb is 0; accepted"),
         (lambda: BucketedDataParallel(linear, 1, "copy"), "'copy'; accepted with gloo: coll"),
-        (lambda: FullyShardedDataParallel(linear, transport="ctas_4"), "'ctas_4'; accepted with"),
         (
             lambda: BucketedDataParallel(linear, 1, "copy", sent_as=torch.bfloat16),
             "transport 'copy' with sent_as; accepted: 'collective'",
@@ -255,12 +254,15 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
             lambda: OverlappedDataParallel(nn.Linear(2 + rank, 2)),
             r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",
         ),
-        (lambda: collectives.time_collective("all_ruduce", 1000), "accepted: all_reduce"),
         (
             lambda: optimizer.add_param_group(group),
             r"rank 1 has a parameter of \(3, 4\), .*rank 0 has, a parameter of \(5,\), ",
         ),
         (lambda: optimizer.load_state_dict(state), "different number of parameter groups"),
+        (
+            lambda: ShardedOptimizer(FullyShardedDataParallel(linear).parameters(), FusedAdamW),
+            "sharded already; accepted: torch's optimizers",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

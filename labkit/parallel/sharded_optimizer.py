@@ -32,9 +32,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             LBFGS, and whose step needs no closure.
         kwargs: passed to it.
 
-    Raises ValueError for an empty parameter list (as every torch optimizer), and parameters that
-    differ between ranks in number, shape or dtype, on every rank alike; RuntimeError in a step
-    where `param_groups` were given other parameters.
+    Raises ValueError for an empty parameter list (as every torch optimizer), fully sharded
+    parameters, and those that differ between ranks in number, shape or dtype, on every rank alike;
+    RuntimeError in a step where `param_groups` were given other parameters.
     """
 
     def __init__(self, params, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any):
@@ -55,6 +55,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups.pop()
+        if any(hasattr(p, "_local_tensor") for p in group["params"]):
+            raise ValueError("parameters are sharded already; accepted: torch's optimizers")
         # Tied parameters may be listed once for each module that uses them.
         group["params"] = list(dict.fromkeys(group["params"]))
         check_ranks_agree([f"a parameter of {tuple(p.shape)}, {p.dtype}" for p in group["params"]])
