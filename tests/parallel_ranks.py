@@ -65,22 +65,21 @@ class Net(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is also the head, a frozen bias, and a frozen matrix of its own, which
-    backward reads after the layers inside.
+    """An embedding whose table is also its own head, a frozen bias, and a frozen matrix of its own,
+    which backward reads after the layers inside.
     """
 
     def __init__(self):
         super().__init__()
         self.embedding, self.frozen = nn.Embedding(13, 6), nn.Parameter(torch.randn(6, 6))
         self.middle = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 13, bias=False)
-        self.head.weight = self.embedding.weight
+        self.head = self.embedding.weight
         self.frozen.requires_grad_(False)
         self.middle.bias.requires_grad_(False)
 
     def forward(self, x):
         x = self.embedding((x * 4).long() % 13)
-        return self.head(x + self.middle(torch.tanh(x @ self.frozen)))
+        return (x + self.middle(torch.tanh(x @ self.frozen))) @ self.head.T
 
 
 def made(kind, seed: int = 0) -> nn.Module:
@@ -303,6 +302,7 @@ class Checkpointed(nn.Module):
 
 def transformer(variant: str = "plain") -> TransformerLM:
     model = TransformerLM(TOY, max_context=8)
+    model.head.weight = model.embedding.weight
     for i, block in enumerate(model.blocks):
         if variant == "compiled":
             block.compile(backend="aot_eager")

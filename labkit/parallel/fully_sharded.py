@@ -175,13 +175,11 @@ class _Layer:
 
     def __init__(self, uses: list[tuple]):
         self.uses = uses
-        owners = {
-            parameter: owner for owner, _, parameter in uses if isinstance(parameter, _Weight)
-        }
-        self.weights = list(owners)
+        gathered = [use for use in uses if isinstance(use[2], _Weight)]
+        self.weights = list(dict.fromkeys(weight for _, _, weight in gathered))
         self.arrived: list[_Weight] = []
         # The gradient of a lookup does not read the table.
-        self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner in owners.values())
+        self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner, _, _ in gathered)
         for weight in self.weights:
             weight.layer = self
 
@@ -254,9 +252,11 @@ class FullyShardedDataParallel(Wrapper):
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
             self.symmetric_bytes = self._peers.buffer.nbytes + self._staging.buffer.nbytes
-        vectors = [vector.full for vector in self._vectors]
         self._replicated = GradientBuckets(
-            vectors, 25 * MB, overlap=True, transport="collective" if self._peers else transport
+            [vector.full for vector in self._vectors],
+            25 * MB,
+            overlap=True,
+            transport="collective" if self._peers else transport,
         )
         self._wrapped = self._parameters_now()
 
@@ -289,28 +289,24 @@ class FullyShardedDataParallel(Wrapper):
 
     def _hook(self, module: nn.Module, parameters: dict[nn.Parameter, _Parameter]) -> None:
         """Puts DTensors in the places of the module's parameters, and wraps calls of what computes
-        with these.
+        with these: the outermost module that has one, or what is compiled or a unit.
         """
         call = module._compiled_call_impl or module._call_impl
         is_compiled = module._compiled_call_impl or hasattr(module, "_orig_mod")
-        owners = [module]
-        if is_compiled or isinstance(module, self._units):
-            owners = list(module.modules())
-        else:
-            for child in module.children():
-                self._hook(child, parameters)
+        own = set(module.parameters(recurse=is_compiled or isinstance(module, self._units)))
         uses = [
             (owner, key, parameters[p])
-            for owner in owners
+            for owner in module.modules()
             for key, p in owner._parameters.items()
-            if p in parameters
+            if p in own and p in parameters
         ]
-        if not uses:
-            return
         for owner, key, parameter in uses:
             owner._parameters[key] = parameter.outer
-        # Around what is compiled, where hooks of the module would be inside.
-        module._compiled_call_impl = functools.partial(self._run, _Layer(uses), call)
+        if uses:
+            # Around what is compiled, where hooks of the module would be inside.
+            module._compiled_call_impl = functools.partial(self._run, _Layer(uses), call)
+        for child in module.children():
+            self._hook(child, parameters)
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
@@ -395,14 +391,11 @@ class FullyShardedDataParallel(Wrapper):
         dtype = self._dtype_of(layer)
         for owner, key, parameter in layer.uses:
             # A gathered weight has the dtype already, and stays itself.
-            full = parameter.full
-            owner._parameters[key] = full.to(dtype or full.dtype)
+            owner._parameters[key] = parameter.full.to(dtype=dtype)
         if dtype:
-
-            def cast(x: Tensor) -> Tensor:
-                return x.to(dtype) if x.is_floating_point() else x
-
-            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+            args, kwargs = tree_map_only(
+                Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
+            )
         try:
             output = call(*args, **kwargs)
         finally:
