@@ -82,6 +82,19 @@ class Tied(nn.Module):
         return (x + self.middle(torch.tanh(x @ self.frozen))) @ self.head.T
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs):
+        return checkpoint(self.block, *inputs, use_reentrant=False)
+
+
+def recomputed() -> nn.Module:
+    return Checkpointed(Tied())
+
+
 def made(kind, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return kind()
@@ -151,7 +164,7 @@ def check_every_wrapper_trains_as_one_process():
     warnings.simplefilter("error")
     torch.use_deterministic_algorithms(True)
     wrappers = WRAPPERS | {"the course's": get_fsdp}
-    for kind, name, parts in itertools.product((Net, Tied), wrappers, (1, 2)):
+    for kind, name, parts in itertools.product((Net, Tied, recomputed), wrappers, (1, 2)):
         expected, mine = made(kind), made(kind, dist.get_rank())
         for p in mine.parameters():
             p.data = p.data.t().contiguous().t()  # by columns
@@ -289,15 +302,6 @@ def check_no_wrapper_outlives_its_last_use():
 # ---- a fully sharded transformer -----------------------------------------------------------------
 
 TOY = ModelConfig("toy", "tests", 16, 24, 3, 2, vocab_size=17)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x, rotary):
-        return checkpoint(self.block, x, rotary, use_reentrant=False)
 
 
 def transformer(variant: str = "plain") -> TransformerLM:

@@ -427,13 +427,13 @@ class FullyShardedDataParallel(Wrapper):
         """
         if versions != layer.versions():
             raise RuntimeError("parameters written after forward; accepted: after backward")
+        before = self._running or _Layer([])
+        self._running = before if is_outer else layer
         if not is_outer:
-            if self._running is not None:
-                self._reduce(self._running)
-                for weight in self._running.weights:
-                    if weight not in layer.weights:
-                        weight.free()
-            self._running = layer
+            self._reduce(before)
+            for weight in before.weights:
+                if weight not in layer.weights:
+                    weight.free()
         self._use(layer)
 
     def _arrived(self, number: int, _: nn.Parameter) -> None:
