@@ -8,6 +8,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -49,19 +50,27 @@ def run(names: list[str]):
         yield name
 
 
+Output = make_dataclass("Output", ["y"])
+
+
+class Boxed(nn.Linear):
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
 class Net(nn.Module):
-    """Odd widths, biases, a norm, a buffer, and a weight with fewer rows than four ranks; (4,) to
-    (3,).
+    """Odd widths, biases, a norm, a buffer, a weight with fewer rows than four ranks, a layer that
+    returns a dataclass; (4,) to (3,).
     """
 
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Linear(4, 11), nn.LayerNorm(11)
-        self.second, self.last = nn.Linear(11, 5, bias=False), nn.Linear(5, 3)
+        self.second, self.last = Boxed(11, 5, bias=False), nn.Linear(5, 3)
         self.register_buffer("shift", torch.randn(4))
 
     def forward(self, x):
-        return self.last(self.second(torch.tanh(self.norm(self.first(x + self.shift)))))
+        return self.last(self.second(torch.tanh(self.norm(self.first(x + self.shift)))).y)
 
 
 class Tied(nn.Module):

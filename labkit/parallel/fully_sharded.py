@@ -17,6 +17,7 @@ assignment 2.
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ class FullyShardedDataParallel(Wrapper):
             torch's fully_shard. None leaves everything as it is.
         units: classes of modules, blocks for example, whose weights are gathered together: fewer
             and larger transfers, more memory. What is inside a unit or a compiled module is
-            otherwise a layer by itself.
+            otherwise a layer by itself. A unit is recomputed (torch.utils.checkpoint) as a whole.
         transport: "collective", or "copy": copy engines gather weights from the peers' symmetric
             memory, which holds every shard once more in the dtype that is gathered, and bring a
             gradient's pieces to the ranks that add them, through memory as large as the largest
@@ -407,7 +408,9 @@ class FullyShardedDataParallel(Wrapper):
                 for weight in layer.weights:
                     weight.free()
         if layer.backward_reads:
-            leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            # To PyTorch a dataclass is a leaf.
+            values = tree_leaves([output, vars(output) if is_dataclass(output) else None])
+            leaves = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
             versions = layer.versions()
             is_outer = self._uses[-1:] != [layer]
             torch.autograd.graph.register_multi_grad_hook(
