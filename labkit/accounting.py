@@ -545,8 +545,7 @@ def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, ca
     """
     factor = {"forward": 4, "backward": 10, "forward_backward": 14}
     check_known("phase", phase, factor)
-    full = factor[phase] * batch * length * length * d_head
-    return full // 2 if causal else full
+    return factor[phase] * batch * length * length * d_head // (1 + causal)
 
 
 def attention_pairs(num_queries: int, num_keys: int, left: int, right: int) -> float:
@@ -630,7 +629,7 @@ def min_grid_tokens(
     `exact` counts what a ring sends, (N−1)/N of the size. False counts the whole size, as the CS336
     accounting exercise of 2025 does: it asks for more tokens, by data/(data − 1) where overlapped.
     """
-    own_share = 1 if exact else 0
+    own_share = int(exact)
     tokens = (data - own_share) * flops / data_bandwidth
     tensor_share = (tensor - own_share) * flops / (d_ff * tensor_bandwidth)
     if tensor_share >= 1:

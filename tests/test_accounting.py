@@ -113,8 +113,3 @@ def test_a_ring_sends_a_shard_in_each_of_its_steps(operation):
     assert accounting.bus_factor(operation, n) == pytest.approx(num_steps / n)
     seconds = accounting.ring_seconds(operation, 1e9, n, 1.8e11)
     assert seconds == pytest.approx(num_steps / n * 1e9 / 1.8e11)
-
-
-def test_memory_of_each_stage_of_sharding():
-    held = [sum(accounting.zero_bytes(1e9, 4, stage).values()) for stage in range(4)]
-    assert held == [16e9, (8 + 8 / 4) * 1e9, (4 + 12 / 4) * 1e9, 16e9 / 4]

@@ -305,8 +305,8 @@ def board_rank(
             samples_ms = time_steps(board.step, NUM_TIMED)
         watts = [one.power_mw / 1e3 for one in monitor.readings if one.power_mw]
         mean = torch.stack(board.losses)
-        dist.all_reduce(mean)
-        losses = (mean / dist.get_world_size()).tolist()
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        losses = mean.tolist()
         reference = reference or losses
         seen = {
             "losses": losses,
@@ -330,10 +330,12 @@ def measured(case: Case, ranks: list[dict]) -> Measured:
     parameters = case.parameters
     first = ranks[0]
     losses = first["losses"]
-    pairs = zip(losses, first["reference"], strict=True)
-    deviation = max(abs(loss / expected - 1) for loss, expected in pairs)
+    reference = first["reference"]
+    deviation = max(
+        abs(loss / expected - 1) for loss, expected in zip(losses, reference, strict=True)
+    )
     if not deviation <= LARGEST_DEVIATION:
-        raise ValueError(f"losses {losses}, {first['reference']} expected")
+        raise ValueError(f"losses {losses}, {reference} expected")
     timing = slowest(ranks, NUM_STEPS - NUM_TIMED, "fixed count")
     metrics = timing.metrics()
     seconds = metrics["mean_ms"] / 1e3
