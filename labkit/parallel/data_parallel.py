@@ -82,7 +82,8 @@ class GradientBuckets:
             largest bucket.
         sent_as: a dtype in which gradients travel, see `average_in`; None for their own.
 
-    Raises ValueError for another transport, and a dtype to send that is not a floating one.
+    Raises ValueError for another transport, and a dtype to send where it, or that of a parameter,
+    is not a floating one.
     """
 
     def __init__(
@@ -98,19 +99,21 @@ class GradientBuckets:
         self._next = 0
         self._sent_as = sent_as
         self._group = group_of(transport, "collective", "copy")
-        is_copied = transport == "copy"
         # Of copies, and of sums in another dtype.
         self._stream = torch.cuda.Stream() if dist.get_backend() == "nccl" else None
         self._peers: PeerMemory | None = None
         params = [p for p in params if p.requires_grad][::-1]
-        if sent_as and not sent_as.is_floating_point:
-            raise ValueError(f"sent_as is {sent_as}; accepted: a floating dtype")
+        is_complex = any(p.is_complex() for p in params)
+        if sent_as and (is_complex or not sent_as.is_floating_point):
+            raise ValueError(
+                f"sent_as is {sent_as}; accepted: a floating dtype, where no parameter is complex"
+            )
         groups = list(_grouped(params, bucket_bytes))
         self._buckets = [_Bucket(group, set(map(id, group))) for group in groups]
         for number, group in enumerate(groups):
             for p in group:
                 p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
-        if is_copied and params:
+        if transport == "copy" and params:
             sizes = [sum(p.numel() for p in group) for group in groups]
             self._peers = PeerMemory(max(sizes), only_dtype(params))
 
@@ -320,7 +323,7 @@ class BucketedDataParallel(_DataParallel):
     the ranks' largest.
 
     Raises ValueError for a size of 0 and below, another transport, a copy in another dtype, or one
-    that is not a floating one.
+    that is not a floating one, or for complex parameters.
     """
 
     _overlap = True
