@@ -651,7 +651,7 @@ def zero_bytes(num_parameters: float, world_size: int, stage: int) -> dict[str, 
     What a fully sharded layer gathers while it runs comes on top. ValueError for a stage beyond 0
     to 3.
     """
-    if stage not in (0, 1, 2, 3):
+    if stage not in range(4):
         raise ValueError(f"stage {stage}; accepted: 0, 1, 2, 3")
     parts = {"weights": (4, 3), "gradients": (4, 2), "moments": (8, 1)}
     return {

@@ -294,7 +294,7 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
 
 def check_no_wrapper_outlives_its_last_use():
     for wrapper in (OverlappedDataParallel, FullyShardedDataParallel):
-        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module = nn.Sequential(nn.Linear(4, 4))
         wrapped = wrapper(module)
         wrapped(rows(0)).sum().backward()
         wrapped.finish_gradient_synchronization()

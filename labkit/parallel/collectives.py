@@ -224,8 +224,7 @@ def time_collective(
     for _ in range(NUM_WARMUP):
         warm = torch.tensor(_sample(call)[0], device=rank_device())
     dist.all_reduce(warm, dist.ReduceOp.MAX)  # all take as many samples
-    fitting = int(SAMPLES_S / float(warm))
-    num_samples = min(NUM_SAMPLES, max(LEAST_SAMPLES, fitting))
+    num_samples = min(max(int(SAMPLES_S / float(warm)), LEAST_SAMPLES), NUM_SAMPLES)
     samples = torch.tensor([_sample(call) for _ in range(num_samples)], device=rank_device())
     # On the slowest rank of each sample, since the others wait for it.
     dist.all_reduce(samples, dist.ReduceOp.MAX)

@@ -12,11 +12,11 @@ of node 0, so whoever reaches that must be trusted.
 import contextlib
 import datetime
 import faulthandler
-import importlib
 import itertools
 import json
 import os
 import pickle
+import pkgutil
 import re
 import signal
 import subprocess
@@ -288,8 +288,7 @@ def run_rank(folder: Path) -> None:
     try:
         call = pickle.loads((folder / "call").read_bytes())
         faulthandler.dump_traceback_later(call.timeout_s, exit=True)
-        module, name = call.name.split(":")
-        function = getattr(importlib.import_module(module), name)
+        function = pkgutil.resolve_name(call.name)
         timeout = datetime.timedelta(seconds=call.collective_timeout_s)
         if call.number:
             store = dist.PrefixStore(f"ranks of {call.number}", _joined(timeout))
