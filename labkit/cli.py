@@ -331,10 +331,9 @@ def report(
     from labkit.device import slug_of
     from labkit.report import render
 
-    written = render.rebuild(
+    for path in render.rebuild(
         slug_of(device), output=output, html=html, save_notebooks=save_notebooks
-    )
-    for path in written:
+    ):
         print(path)
 
 
@@ -418,10 +417,11 @@ def _compare_sessions(measured: "Chapters", check: bool) -> None:
         for name, chapter in measured.items()
     }
     differences = report.differences(chapters)
-    if differences.empty:
-        print("No commit has a row of two sessions.")
-    else:
-        print(report.sentence(differences))
+    print(
+        "No commit has a row of two sessions."
+        if differences.empty
+        else report.sentence(differences)
+    )
     tables = [report.table_worst(differences), report.table_sessions(chapters)]
     print("\n\n".join(to_markdown(table) for table in tables if len(table)))
     if check and report.failed(differences):

@@ -262,7 +262,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
     """Returns the environment.json in a device's folder; {} if there is none. Raises RecordError if
     it is damaged.
     """
-    return _read_object(folder / "environment.json", device=dict, gpu=dict) or {}
+    return _read_object(folder / "environment.json", device=dict, gpu=dict)
 
 
 def done_path(folder: Path, notebook: str) -> Path:
@@ -272,22 +272,22 @@ def done_path(folder: Path, notebook: str) -> Path:
     return folder / "records" / f"{notebook}.done.json"
 
 
-def read_done(folder: Path, notebook: str) -> dict[str, Any] | None:
-    """Returns what a notebook's last session wrote in the end ("num_missing", "profile"); None if
-    it did not come so far.
+def read_done(folder: Path, notebook: str) -> dict[str, Any]:
+    """Returns what a notebook's last session wrote in the end ("num_missing", "profile"); {} if it
+    did not come so far.
 
     Raises RecordError if the file is damaged.
     """
     return _read_object(done_path(folder, notebook), num_missing=int, profile=str)
 
 
-def _read_object(path: Path, **kinds: type) -> dict[str, Any] | None:
-    """Returns the JSON object in a file, None without a file; raises RecordError for another
+def _read_object(path: Path, **kinds: type) -> dict[str, Any]:
+    """Returns the JSON object in a file, {} without a file; raises RecordError for another
     content, or for what is there under a name but not of its kind.
     """
     text = _read_bytes(path)
     if text is None:
-        return None
+        return {}
     try:
         content = _parse(_MARKUP.sub(b"'", text))
         for name, kind in kinds.items():
@@ -315,7 +315,7 @@ def check(folder: Path) -> dict[str, list[Record]]:
     """
     read_environment(folder)
     records = {}
-    for path in sorted((folder / "records").glob("[0-9][0-9]_*.jsonl")):
+    for path in sorted(folder.glob("records/[0-9][0-9]_*.jsonl")):
         records[path.stem] = newest(RecordStore(path).load())
         read_done(folder, path.stem)
     return records

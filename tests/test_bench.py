@@ -276,12 +276,11 @@ import sys
 import labkit
 from labkit.experiments import sweep
 
-if __name__ == "__main__":
-    sweep.MAX_REPEATS = 0
-    *functions, shape, precision, output = sys.argv[1:]
-    options = {"shape": shape, "precision": precision, "output": output}
-    frame = labkit.bench(*functions, op="attention", against="sdpa,ours,eager", **options)
-    frame.to_pickle(f"{output}/frame")
+sweep.MAX_REPEATS = 0
+*functions, shape, precision, output = sys.argv[1:]
+options = {"shape": shape, "precision": precision, "output": output}
+frame = labkit.bench(*functions, op="attention", against="sdpa,ours,eager", **options)
+frame.to_pickle(f"{output}/frame")
 """
 
 

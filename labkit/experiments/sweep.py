@@ -507,10 +507,8 @@ class Session:
         Raises RecordError where another run is writing to the record file.
         """
         done = done_path(self.folder, self.notebook)
-        lock = contextlib.nullcontext()
-        if self.pending():
-            lock = measuring_lock(self.device, self.notebook)
-        with lock, self.store.locked():
+        lock = measuring_lock(self.device, self.notebook)
+        with lock if self.pending() else contextlib.nullcontext(), self.store.locked():
             self.store.repair()
             write_json(self.folder / "environment.json", environment(self.device))
             done.unlink(missing_ok=True)
@@ -518,6 +516,9 @@ class Session:
             if not pending:
                 print(f"{self.notebook}: all recorded before; --fresh measures again")
             with contextlib.ExitStack() as stack:
+                # Each worker would run the script again that measures.
+                stack.callback(sys.modules.update, __main__=sys.modules["__main__"])
+                sys.modules["__main__"] = ModuleType("__main__")
                 progress = progress or stack.enter_context(progress_bar([self]))
                 for section in dict.fromkeys(case.section for case in pending):
                     cases = [one for one in pending if one.section == section]
@@ -525,12 +526,8 @@ class Session:
         profile = "full" if self.profile == "key" else self.profile
         grid = self.experiment.cases(profile, self.device.kind)
         missing = self._missing(grid, self.store.load())
-        content = {
-            "notebook": self.notebook,
-            "profile": profile,
-            "num_missing": sum(len(case.phases) for case in missing),
-        }
-        write_json(done, content)
+        num_missing = sum(len(case.phases) for case in missing)
+        write_json(done, {"profile": profile, "num_missing": num_missing})
 
     def pending(self) -> list[Case]:
         """Returns the cases that this machine has not recorded yet, and before them what every

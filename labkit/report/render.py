@@ -169,7 +169,7 @@ def _unfinished(chapters: Chapters) -> list[str]:
     missing = []
     for name, chapter in chapters.items():
         done = read_done(chapter.folder, name)
-        if "num_missing" not in (done or {}):
+        if "num_missing" not in done:
             text = "did not run to its end: what follows is what was recorded before it stopped"
             warnings.append(f"**{name} {text}.**")
             continue
