@@ -322,8 +322,9 @@ class _Worker:
         context = _worker_context(self.module_name)
         self.connection, theirs = context.Pipe()
         arguments = (theirs, self.module_name, self.is_rehearsal)
-        self.process = context.Process(target=_worker_main, args=arguments)
-        self.process.start()
+        process = context.Process(target=_worker_main, args=arguments)
+        process.start()  # an interrupt may come while the server is still importing
+        self.process = process
         theirs.close()
 
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
