@@ -100,7 +100,7 @@ def interpret_kernels() -> None:
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
             "Triton is loaded already: restart the kernel and call interpret_kernels before its "
-            "import, without a function of your own (own = '')"
+            "import, with measure = False, which shows what is recorded, and own = ''"
         )
     os.environ["TRITON_INTERPRET"] = "1"
 
