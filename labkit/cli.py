@@ -74,6 +74,9 @@ DeviceOption = Annotated[
 
 def main() -> None:
     """Runs the command line; every expected error is one line on stderr."""
+    # A terminal may be of another encoding than UTF-8.
+    if sys.stdout:  # or it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from labkit.notebooks import NotebookError
         from labkit.records import RecordError
@@ -238,7 +241,7 @@ def run(
                 "there.",
                 file=sys.stderr,
             )
-            sys.exit(INTERRUPTED)
+            raise
         joined = {name: {"own": own} for name in names if own}
         _write_report(device.slug, output, folders, start, joined)
 
@@ -422,8 +425,13 @@ def _compare_sessions(measured: "Chapters", check: bool) -> None:
         if differences.empty
         else report.sentence(differences)
     )
-    tables = [report.table_worst(differences), report.table_sessions(chapters)]
-    print("\n\n".join(to_markdown(table) for table in tables if len(table)))
+    print(
+        "\n\n".join(
+            to_markdown(table)
+            for table in (report.table_worst(differences), report.table_sessions(chapters))
+            if len(table)
+        )
+    )
     if check and report.failed(differences):
         sys.exit(1)
 

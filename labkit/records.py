@@ -144,8 +144,10 @@ def source_state() -> dict[str, Any]:
             # Measuring writes under figures/ and re-renders the report; neither changes what is
             # measured.
             own = ("--", ".", ":!figures", ":!report.md", ":!notebooks")
-            is_dirty = bool(git("status", "--porcelain", *own))
-            return {"commit": git("rev-parse", "HEAD"), "dirty": is_dirty}
+            return {
+                "commit": git("rev-parse", "HEAD"),
+                "dirty": bool(git("status", "--porcelain", *own)),
+            }
     return {"commit": "unknown", "dirty": None}
 
 
@@ -195,8 +197,9 @@ def _checked(content: dict[str, Any]) -> Record:
         value = getattr(record, one.name)
         kind = get_origin(one.type) or one.type
         if not isinstance(value, kind):
-            accepted = kind.__name__
-            raise ValueError(f"field {one.name} is {reprlib.repr(value)}; accepted: {accepted}")
+            raise ValueError(
+                f"field {one.name} is {reprlib.repr(value)}; accepted: {kind.__name__}"
+            )
     if record.status not in STATUSES:
         raise ValueError(f"field status is {record.status!r}; accepted: {', '.join(STATUSES)}")
     if record.metrics and record.status != "ok":
