@@ -249,6 +249,9 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         # Otherwise it test-compiles for each instruction set of the processor, seconds each, to
         # detect builds of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    if not {"", os.getcwd()} & {*sys.path}:
+        # The server is `python -c`, which would import what lies in this folder, as another labkit.
+        os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preloaded)
     # The server sees that the session has ended only when it has imported all of that; the guard
@@ -491,8 +494,8 @@ class Session:
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
         self.folder = Path(output or FIGURES) / self.device.slug / self.subfolder
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
-        self.ceilings: dict[str, float] = {}
-        self.shared: dict[tuple, tuple[float, list]] = {}
+        self.ceilings = {}  # as of a case
+        self.shared = {}  # by case, when it was measured and what that gave
         self._is_busy = False
         self._software = software_versions()
         self._source = source_state()
@@ -593,7 +596,7 @@ class Session:
         What other processes disturb is measured again in fresh workers, and the least disturbed
         attempt counts. After a phase that stayed disturbed, none is repeated until one was not.
         """
-        best: dict[str, Measured] = {}
+        best = {}  # by phase
         for attempt in range(MAX_REPEATS + 1):
             is_fresh = case.fresh_process or attempt > 0
             part = replace(case, phases=tuple(best) or case.phases, fresh_process=is_fresh)
