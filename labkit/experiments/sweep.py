@@ -494,7 +494,7 @@ class Session:
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
         self.folder = Path(output or FIGURES) / self.device.slug / self.subfolder
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
-        self.ceilings = {}  # as of a case
+        self.ceilings: dict[str, float] = {}
         self.shared = {}  # by case, when it was measured and what that gave
         self._is_busy = False
         self._software = software_versions()
@@ -511,8 +511,10 @@ class Session:
         Raises RecordError where another run is writing to the record file.
         """
         done = done_path(self.folder, self.notebook)
-        lock = measuring_lock(self.device, self.notebook)
-        with lock if self.pending() else contextlib.nullcontext(), self.store.locked():
+        lock = contextlib.nullcontext()
+        if self.pending():
+            lock = measuring_lock(self.device, self.notebook)
+        with lock, self.store.locked():
             self.store.repair()
             write_json(self.folder / "environment.json", environment(self.device))
             done.unlink(missing_ok=True)
@@ -520,7 +522,8 @@ class Session:
             if not pending:
                 print(f"{self.notebook}: all recorded before; --fresh measures again")
             with contextlib.ExitStack() as stack:
-                # Each worker would run the script again that measures.
+                # Each worker would first run again the script that measures: multiprocessing takes
+                # it from here.
                 stack.callback(sys.modules.update, __main__=sys.modules["__main__"])
                 sys.modules["__main__"] = ModuleType("__main__")
                 progress = progress or stack.enter_context(progress_bar([self]))
@@ -596,7 +599,7 @@ class Session:
         What other processes disturb is measured again in fresh workers, and the least disturbed
         attempt counts. After a phase that stayed disturbed, none is repeated until one was not.
         """
-        best = {}  # by phase
+        best: dict[str, Measured] = {}
         for attempt in range(MAX_REPEATS + 1):
             is_fresh = case.fresh_process or attempt > 0
             part = replace(case, phases=tuple(best) or case.phases, fresh_process=is_fresh)
