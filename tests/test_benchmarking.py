@@ -78,8 +78,7 @@ def test_every_phase_says_what_ran_and_its_rates():
     num_forwards = {"backward": 2, "forward_backward": 3, "train_step": 3}
     for phase, result in measured.items():
         metrics = result.metrics
-        assert result.case == case.parameters and result.timer["method"] == "host"
-        assert 0 < metrics["min_ms"] <= metrics["p20_ms"] <= metrics["median_ms"]
+        assert result.case == case.parameters
         seconds = metrics["median_ms"] * 1e-3
         if phase == "optimizer_step":
             # Seven transfers of four bytes, held against bandwidth.
@@ -90,6 +89,8 @@ def test_every_phase_says_what_ran_and_its_rates():
             assert metrics["tokens_per_s"] == pytest.approx(128 / seconds)
             rate = flops / 2e12 / seconds
         assert metrics["ceiling_fraction"] == pytest.approx(rate)
+    [pure] = measure(steps("optimizer_step", precision="bf16_pure")).values()
+    assert pure.metrics["num_bytes"] == 14 * NUM_PARAMETERS
 
 
 COSTS_S = {"model": 1, "backward": 10, "optimizer": 100, "zero_grad": 1000, "build": 10_000}

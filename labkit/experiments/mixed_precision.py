@@ -166,8 +166,8 @@ def measure_sum(device: Device, case: Case, phase: str) -> Measured:
             metrics["stall_measured"] = sums[-1]
             metrics["stall_terms"] = num_moving
         samples |= binades(sums[:num_moving], accumulator)
-    dtypes = {"accumulator": dtype_name(rounded.dtype), "term": dtype_name(term.dtype)}
-    return Measured(metrics, {**parameters, **dtypes}, {"trace_every": TRACE_EVERY}, samples)
+    live = {"accumulator": dtype_name(rounded.dtype), "term": dtype_name(term.dtype)}
+    return Measured(metrics, parameters | live, {"trace_every": TRACE_EVERY}, samples)
 
 
 def binades(sums: list[float], accumulator: torch.dtype) -> dict[str, list[float]]:
@@ -225,8 +225,7 @@ def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
         "relative_error": relative_error(result[finite], exact[finite]) if finite.any() else None,
         "rounding_error": relative_error(exact.to(dtype), exact),
     }
-    described = {**parameters, "input": dtype_name(x.dtype), "statistics": statistics}
-    return Measured(metrics, described)
+    return Measured(metrics, parameters | {"input": dtype_name(x.dtype), "statistics": statistics})
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
@@ -314,8 +313,7 @@ def _measure_operators(step: Step, case: Case, phase: str) -> Measured:
     step.train_step()
     counters = defaultdict(OperatorCounter)
     step.run("train_step", counters.__getitem__)
-    counts = counters[phase.removesuffix("_step")].counts
-    return Measured(counts, step.described())
+    return Measured(counters[phase.removesuffix("_step")].counts, step.described())
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -364,8 +362,8 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
         "final_loss_scale": scaler.get_scale(),
         "unmoved_gains": _share(unmoved),
     }
-    live = {"precision": step.live_precision(), "size": model.config.name}
-    return Measured(metrics, {**parameters, **live}, samples={"loss": finite, **looks})
+    described = parameters | {"precision": step.live_precision(), "size": model.config.name}
+    return Measured(metrics, described, samples={"loss": finite, **looks})
 
 
 def _share(marks: Sequence[Tensor]) -> float:

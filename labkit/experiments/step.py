@@ -341,7 +341,9 @@ def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
     precision = step.precision.removesuffix("_pure")  # of the matrix products
     against = (device, case.ceilings, median_ms, precision)
     if phase == "optimizer_step":
-        metrics |= rate_metrics(*against, num_bytes=accounting.optimizer_step_bytes(config))
+        # Of bf16 parameters, gradients and moments are in bf16 too.
+        num_bytes = accounting.optimizer_step_bytes(config) * step.recipe.parameters.itemsize // 4
+        metrics |= rate_metrics(*against, num_bytes=num_bytes)
     elif phase != "compile":
         counted = "train_step" if phase == "graph_step" else phase
         flops = accounting.phase_flops(config, *step.tokens.shape, counted, causal=False)
