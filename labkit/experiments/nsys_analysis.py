@@ -132,9 +132,8 @@ def _from_capture(nsys: Nsys | None, device: Device, case: ProfiledCase, phase: 
 def _failure(trace: Trace) -> Exception:
     """Returns the error that ended the captured process, as a range of the capture names it."""
     for name in trace.ranges["name"]:
-        status, _, reason = name.partition(" ")
-        if status == "error":
-            return RuntimeError(reason)
+        if name.startswith("error "):
+            return RuntimeError(name.removeprefix("error "))
     return ProfileError("the captured process ended before its first step")
 
 
@@ -169,8 +168,9 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
         results[words] = Measured(metrics, parameters_of(*words[:-1]), observed, timer=timer)
     for name in spans.index[spans.index.str.startswith("oom ")]:
         _, *words, reason = name.split(maxsplit=6)
-        unfit = Measured({}, parameters_of(*words[:-1]), status="oom", reason=reason)
-        results[tuple(words)] = unfit
+        results[tuple(words)] = Measured(
+            {}, parameters_of(*words[:-1]), status="oom", reason=reason
+        )
     return results
 
 

@@ -249,9 +249,6 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         # Otherwise it test-compiles for each instruction set of the processor, seconds each, to
         # detect builds of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    if not {"", os.getcwd()} & {*sys.path}:
-        # The server is `python -c`, which would import what lies in this folder, as another labkit.
-        os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preloaded)
     # The server sees that the session has ended only when it has imported all of that; the guard
@@ -260,15 +257,20 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     resource_tracker.ensure_running()  # not below: it unblocks the signal
     # Interrupted, the server would print where its imports stood.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    safe_path = os.environ.get("PYTHONSAFEPATH", "")
+    if not {"", os.getcwd()} & {*sys.path}:
+        # The server is `python -c`, which would import what lies in this folder, as another labkit.
+        os.environ["PYTHONSAFEPATH"] = "1"
     try:
         forkserver.ensure_running()
     except OSError as error:
-        folder = tempfile.gettempdir()
         raise RequestError(
-            f"cannot start workers: {error} ({folder}; set TMPDIR to a folder with a short path)"
+            f"cannot start workers: {error} ({tempfile.gettempdir()}; set TMPDIR to a folder with "
+            "a short path)"
         ) from None
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        os.environ["PYTHONSAFEPATH"] = safe_path  # not for what else this process starts
     return context
 
 
@@ -599,7 +601,7 @@ class Session:
         What other processes disturb is measured again in fresh workers, and the least disturbed
         attempt counts. After a phase that stayed disturbed, none is repeated until one was not.
         """
-        best: dict[str, Measured] = {}
+        best = {}  # by phase
         for attempt in range(MAX_REPEATS + 1):
             is_fresh = case.fresh_process or attempt > 0
             part = replace(case, phases=tuple(best) or case.phases, fresh_process=is_fresh)
