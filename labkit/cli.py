@@ -420,18 +420,12 @@ def _compare_sessions(measured: "Chapters", check: bool) -> None:
         for name, chapter in measured.items()
     }
     differences = report.differences(chapters)
-    print(
-        "No commit has a row of two sessions."
-        if differences.empty
-        else report.sentence(differences)
-    )
-    print(
-        "\n\n".join(
-            to_markdown(table)
-            for table in (report.table_worst(differences), report.table_sessions(chapters))
-            if len(table)
-        )
-    )
+    if differences.empty:
+        print("No commit has a row of two sessions.")
+    else:
+        print(report.sentence(differences))
+    tables = [report.table_worst(differences), report.table_sessions(chapters)]
+    print("\n\n".join(to_markdown(table) for table in tables if len(table)))
     if check and report.failed(differences):
         sys.exit(1)
 

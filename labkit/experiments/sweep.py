@@ -258,7 +258,7 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     # Interrupted, the server would print where its imports stood.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     safe_path = os.environ.get("PYTHONSAFEPATH", "")
-    if not {"", os.getcwd()} & {*sys.path}:
+    if {"", os.getcwd()}.isdisjoint(sys.path):
         # The server is `python -c`, which would import what lies in this folder, as another labkit.
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -326,8 +326,9 @@ class _Worker:
     def _start(self) -> None:
         context = _worker_context(self.module_name)
         self.connection, theirs = context.Pipe()
-        arguments = (theirs, self.module_name, self.is_rehearsal)
-        process = context.Process(target=_worker_main, args=arguments)
+        process = context.Process(
+            target=_worker_main, args=(theirs, self.module_name, self.is_rehearsal)
+        )
         process.start()  # an interrupt may come while the server is still importing
         self.process = process
         theirs.close()

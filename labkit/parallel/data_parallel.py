@@ -43,7 +43,8 @@ def weakly(method: Callable, number: int) -> Callable:
     reference = weakref.WeakMethod(method)
 
     def call(p: nn.Parameter) -> None:
-        if alive := reference():
+        alive = reference()
+        if alive:
             alive(number, p)
 
     return call
