@@ -70,7 +70,7 @@ def cases(profile: str, device_kind: str) -> list[Case]:
                     *STEP_PHASES,
                     # What is compiled for one is not there for the next, nor is its memory.
                     fresh_process=True,
-                    sustained=STEP_PHASES,
+                    sustained=PASSES[1:],
                     compiles=not way.endswith("eager"),
                 )
     for way in ("eager", "fused"):
