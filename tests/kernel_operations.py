@@ -124,10 +124,6 @@ OPERATIONS = {
         lambda x: cross_entropy(x, targets_of(x, x.shape[-1])),
         lambda x: F.cross_entropy(x.flatten(0, -2), targets_of(x, x.shape[-1]).flatten()),
     ),
-    "cross_entropy in place": Operation(
-        lambda x: cross_entropy(x * 1, targets_of(x, x.shape[-1]), inplace=True),
-        lambda x: F.cross_entropy(x, targets_of(x, x.shape[-1])),
-    ),
     "linear_cross_entropy": Operation(
         lambda h, w: linear_cross_entropy(h, w, targets_of(h, len(w))),
         lambda h, w: F.cross_entropy((h @ w.T).flatten(0, -2), targets_of(h, len(w)).flatten()),

@@ -49,7 +49,7 @@ SHAPES = {
     },
     "optimizer": {"rows": 128, "columns": 64},
 }
-SHAPES["adamw"] = SHAPES["optimizer"]
+SHAPES["adamw"] = SHAPES["cross_entropy"] = SHAPES["optimizer"]
 
 
 def outcome(monkeypatch, function, op="attention", name="forward", **sizes) -> list:
@@ -60,7 +60,7 @@ def outcome(monkeypatch, function, op="attention", name="forward", **sizes) -> l
         function = functools.partial(operations.StepFunction, function)
     monkeypatch.setitem(bench.RIVALS[op], "mine@0", Implementation(function))
     parameters = {"operation": op, **SHAPES[op], **sizes, "precision": "fp32"}
-    other = "sdpa" if op in ("attention", "model") else "torch"
+    other = "torch" if name == "step" else "eager"
     case = bench.BenchCase("contest", parameters, (f"mine@0 {name}", f"{other} {name}"), 60.0, 0.01)
     ceilings = {"gemm fp32": 1e3 if torch.cuda.is_available() else 1.0}
     measured, failed = measure_all(bench.run_case, case, ceilings)
@@ -128,6 +128,12 @@ def skips_what_is_captured(q, k, v, *, causal):
     return right(q, k, v, causal)
 
 
+def ignores_the_gradient_of_its_loss(logits, targets):
+    loss = F.cross_entropy(logits, targets)
+    loss.register_hook(torch.ones_like)
+    return loss
+
+
 class KeepsItsLogits(TransformerLM):
     def __init__(self, *, context_length, **sizes):
         super().__init__(ModelConfig("mine", "", **sizes), max_context=context_length)
@@ -168,6 +174,7 @@ CHEATS = {
     changes_an_input: ("attention", "forward", "changes its inputs"),
     works_until_it_is_timed: ("attention", "forward", "wrong, or not written, while it is timed"),
     works_in_a_thread: ("attention", "forward", "goes on after it has returned"),
+    ignores_the_gradient_of_its_loss: ("cross_entropy", "forward_backward", "error of dlogits"),
     KeepsItsLogits: ("model", "forward", "a cache"),
     LeavesBlocksOut: ("model", "train_step", "has .* parameters, not"),
     StepsUntilItIsTimed: ("optimizer", "step", "wrong, or not written, while it is timed"),

@@ -257,7 +257,8 @@ class Operation:
                 # The copies below wait for it. Work on another stream that does not wait reads old
                 # inputs; work that does ends after the copies.
                 torch.cuda._sleep(10**8)
-            self.renew()
+            # One that forgets to multiply by a loss's gradient is right where that is 1.
+            self.renew(loss_gradient=0.5)
             inputs = [x.detach().clone() for x in self.tensors]
             values = run()
             copies = [x.detach().clone() for x in values]
@@ -308,10 +309,12 @@ class Operation:
 
         return kept
 
-    def renew(self) -> None:
+    def renew(self, loss_gradient: float = 1.0) -> None:
         """Moves the numbers of every tensor to other places in it, which nobody can foresee."""
         self.__dict__.pop("expected", None)
         for x in self.tensors:
+            if not x.dim():
+                x.data.fill_(loss_gradient)
             places = 1 + secrets.randbelow(max(x.numel() - 1, 1))
             values = x.data.flatten().roll(places)
             # As data: autograd would take it for a mistake.

@@ -282,10 +282,10 @@ class Made(Operation):
     live: dict[str, tuple[list, list]] = field(default_factory=dict)
     before: dict[tuple[str, str], Tensors] = field(default_factory=dict)
 
-    def renew(self) -> None:
+    def renew(self, **options) -> None:
         # In place, those of earlier calls would change, which the twins may yet be given.
         self.tensors = [x.clone() for x in self.tensors]
-        super().renew()
+        super().renew(**options)
 
     def run(self, impl: str, name: str) -> Callable[[], Tensors]:
         if impl not in self.live:
@@ -562,14 +562,6 @@ def watched(device: Device, parameters: dict) -> Operation:
     """Returns the operation of a case, watched, which is attention where it names none."""
     new = NEW.get(parameters.get("operation", "attention"), row_operation)
     return replace(new(device, parameters), baseline="ours", is_watched=True)
-
-
-# On a copy of the logits, as Liger's is run: both overwrite them by their gradient.
-register(
-    "cross_entropy",
-    "ours_in_place",
-    lambda logits, targets: cross_entropy(logits.clone(), targets, inplace=True),
-)
 
 
 def _register_installed() -> None:

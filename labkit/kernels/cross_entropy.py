@@ -131,8 +131,8 @@ def _constants(num_columns: int) -> dict[str, int]:
 
 
 @operator("cross_entropy")
-def _forward(logits: Tensor, targets: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss and each row's (loss, M, L); `inplace` is for backward."""
+def _forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean loss and each row's (loss, M, L)."""
     logits_NV = rows_of(logits)
     num_rows, num_columns = logits_NV.shape
     rows_N3 = logits.new_empty(num_rows, 3, dtype=torch.float32)
@@ -148,11 +148,10 @@ def _forward(logits: Tensor, targets: Tensor, inplace: bool) -> tuple[Tensor, Te
     return rows_N3.select(1, 0).mean(), rows_N3
 
 
-@operator("cross_entropy_backward", mutates_args=("grad",))
-def _backward(
-    logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tensor, grad: Tensor
-) -> None:
-    """Writes the gradient of the logits into a contiguous tensor, which may be the logits."""
+@operator("cross_entropy_backward")
+def _backward(logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tensor) -> Tensor:
+    """Returns the gradient of the logits, contiguous."""
+    grad = logits.new_empty(logits.shape)
     logits_NV = rows_of(logits)
     num_rows, num_columns = logits_NV.shape
     constants = _constants(num_columns)
@@ -167,26 +166,21 @@ def _backward(
         num_columns,
         **constants,
     )
+    return grad
 
 
 def _setup(ctx, inputs, output) -> None:
-    logits, targets, ctx.inplace = inputs
-    ctx.save_for_backward(logits, targets, output[1])
+    ctx.save_for_backward(*inputs, output[1])
 
 
 def _gradients(ctx, grad_loss, _):
-    # Detached, for a leaf that requires a gradient must not change; its version still counts the
-    # change.
-    logits, targets, rows_N3 = ctx.saved_tensors
-    grad = logits.detach() if ctx.inplace else logits.new_empty(logits.shape)
-    _backward(logits.detach(), targets, rows_N3, grad_loss, grad)
-    return grad, None, None
+    return _backward(*ctx.saved_tensors, grad_loss), None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns the mean cross-entropy in nats, a scalar in fp32 (fp64 for fp64).
 
     Args:
@@ -195,8 +189,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
         targets: (...), int64, from 0 to V − 1; none is ignored, −100 neither. One outside makes the
             loss and its row's gradient NaN: to raise, the host would have to wait for the device.
             (In plain PyTorch it raises.)
-        inplace: backward writes the gradient over the logits, which must be contiguous and needed
-            by nothing else; going backward twice is then an error.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
@@ -205,10 +197,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
     """
     check({"logits": logits})
     check_integers("targets", targets, logits, *logits.shape[:-1])
-    if inplace and not logits.is_contiguous():
-        raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
     if runs_kernel(logits):
-        return _forward(logits, targets, inplace)[0]
+        return _forward(logits, targets)[0]
     return _formula(logits, targets)
 
 

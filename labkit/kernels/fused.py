@@ -24,16 +24,15 @@ class Operator:
     operators: the dispatcher takes longer than a launch.
 
     A compiler, a mode, a transform or a subclass of tensors is shown the operator, as is what the
-    direct way could not do: writing to an argument, a gradient that nothing defines.
+    direct way could not do: a gradient that nothing defines.
     """
 
-    def __init__(self, name: str, function: Callable, mutates_args: tuple[str, ...], opaque: bool):
+    def __init__(self, name: str, function: Callable, opaque: bool):
         self.name = name
         self.function = function
-        self.mutates = mutates_args
         self.gradients = None
         make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
-        self.op = make(f"labkit::{name}", function, mutates_args=mutates_args)
+        self.op = make(f"labkit::{name}", function, mutates_args=())
         self.register_fake = self.op.register_fake
         if IS_INTERPRETED and not opaque:
             self.register_fake(function)
@@ -54,7 +53,7 @@ class Operator:
     def __call__(self, *arguments):
         refuse_forward_mode(self.name)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        if self.mutates or is_watched(tensors):
+        if is_watched(tensors):
             return self.op(*arguments)
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
             return self.run(arguments)
@@ -105,13 +104,13 @@ class _Direct(torch.autograd.Function):
         return None, *ctx.operator.gradients(ctx, *grads)
 
 
-def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = False) -> Callable:
+def operator(name: str, *, opaque: bool = False) -> Callable:
     """Returns a decorator that makes a function of kernel launches the operator `labkit::name`.
 
     The compiler sees the launches inside, unless it is opaque, as all are where kernels are
     interpreted.
     """
-    return lambda function: Operator(name, function, mutates_args, opaque)
+    return lambda function: Operator(name, function, opaque)
 
 
 def wrap_triton(kernel):
