@@ -50,9 +50,9 @@ from labkit.monitor import Monitor
 LAUNCH_LIMIT_MS = 10.0
 """A call that takes longer has no launch to speak of, and its launch is not measured."""
 
-MIN_ROUNDS, MAX_ROUNDS, MAX_RANKING_ROUNDS = 3, 10, 15
-"""Samples of each candidate: the fewest, whatever the time limit, and the most; more where
-candidates are ranked.
+MIN_ROUNDS, MAX_ROUNDS, MAX_RANKING_ROUNDS = 6, 10, 15
+"""Samples of each candidate: the fewest whose range can hold a median with 95 %, whatever the time
+limit, and the most; more where candidates are ranked.
 """
 
 ORACLE_SCORES = 2**25
