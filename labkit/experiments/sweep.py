@@ -489,7 +489,7 @@ class Session:
         asked = notebooks.narrowing(notebook, self.profile, options)
         from labkit.measure.host import PROBES  # imports torch, as the experiment has
 
-        self.cases: list[Case] = [
+        self.cases = [
             Case(HOST_SECTION, {}, PROBES, 60.0),
             *asked_cases(self.experiment, self.profile, self.device.kind, asked),
         ]
@@ -680,6 +680,8 @@ def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
     pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
     for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl")):
         frame = pd.DataFrame(map(vars, RecordStore(path).load()))
+        if frame.empty:  # of a run that ended before its first record was whole
+            continue
         times = pd.to_datetime(frame["recorded_at"])
         gaps = times.groupby(frame["session"]).diff().dt.total_seconds()
         return gaps.groupby(frame["section"]).mean().dropna().to_dict()
@@ -753,7 +755,7 @@ def rehearse(sessions: Sequence[Session]) -> None:
 
 def measure(sessions: Sequence[Session]) -> None:
     """Measures what several sessions have not recorded yet, under one bar."""
-    if any(session.device.kind == "cuda" for session in sessions):
+    if sessions[0].device.kind == "cuda":
         rehearse(sessions)  # on a CPU it would take the cores that compile each case as it comes
     with progress_bar(sessions) as progress:
         for session in sessions:
