@@ -225,11 +225,15 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
             connection.send(("skipped", "the experiment has no such phase"))
 
 
+@cache
 def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     """Returns the context that starts workers, a fork server that is loading the experiment.
 
     Sets how OpenMP waits and how many threads it starts, for this process too if it has not loaded
     torch yet.
+
+    It is made once: threads of a rehearsal that made it at a time would set back what another of
+    them had set in the environment, not what stood there.
     """
     # For GNU's and for LLVM's OpenMP. Where another process occupies a core, threads that spin
     # while they wait take the core that the others need, and a step takes a hundred times as long.
