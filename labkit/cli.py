@@ -205,7 +205,7 @@ def run(
     if own:
         from labkit.experiments.bench import OwnSession, own_entrant
     for name in names:
-        notebooks.narrowing(name, rounds[-1], narrowed if name in OWN else options)
+        notebooks.narrowing(name, rounds[-1], narrowed if own and name in OWN else options)
         if own:
             own_entrant(name, own)
     root = _writable(output)

@@ -130,10 +130,10 @@ def listed(key: str, value: Any) -> list:
     """
     if not isinstance(value, str):
         return list(value) if isinstance(value, list | tuple) else [value]
-    if not value.strip():
-        raise RequestError(f"parameter {key!r} has no value; leave it out, or set [], for all")
     items = re.findall(r"[^\s,'\"\[\]]+", value)
-    return [int(item) if item.isdigit() else item for item in items]
+    if not items and value != "[]":
+        raise RequestError(f"parameter {key!r} has no value; leave it out, or set [], for all")
+    return [int(item) if item.isdecimal() else item for item in items]
 
 
 def show(name: str, values: Mapping):
@@ -153,7 +153,7 @@ def show(name: str, values: Mapping):
     from nbformat.v4 import new_output
 
     notebook = without_lessons(read(name))
-    variables: dict = {}
+    variables = {}
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
