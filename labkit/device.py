@@ -159,8 +159,8 @@ def gpu_links() -> str:
             return "unknown"
         num_links = 0
         with contextlib.suppress(nvml.NVMLError):  # past the last link
-            while nvml.nvmlDeviceGetNvLinkState(handle, num_links):
-                num_links += 1
+            for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+                num_links += nvml.nvmlDeviceGetNvLinkState(handle, link)  # 1, or 0 if inactive
         return f"NVLink, {num_links} links" if num_links else "PCIe"
 
 

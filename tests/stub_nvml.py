@@ -13,11 +13,12 @@ class StubNvml(types.ModuleType):
     NVML_CLOCK_SM = 1
     NVML_CLOCK_MEM = 2
     NVML_TEMPERATURE_GPU = 0
+    NVML_NVLINK_MAX_LINKS = 6
 
     def __init__(self, pids=(), refused=(), **answers):
         super().__init__("pynvml")
         processes = [types.SimpleNamespace(pid=pid) for pid in pids]
-        self.refused = ("nvmlDeviceGetNvLinkState", *refused)
+        self.refused = refused
         self.answers = {"nvmlDeviceGetComputeRunningProcesses": processes, **answers}
 
     def __repr__(self):  # in the names of tests, which must not change from run to run

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import types
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,6 @@ PRODUCTS = {
     "NVIDIA H200": (4800, 989.4),
     "NVIDIA A100-SXM4-40GB": (1555, 312.0),
     "Tesla T4": (320, None),
-    "": None,
     # Names that contain another product's.
     "NVIDIA RTX A1000": None,
     "NVIDIA GeForce RTX 4080 SUPER": None,
@@ -170,6 +170,7 @@ ANSWERS = {
     "nvmlSystemGetDriverVersion": "580.1",
     "nvmlDeviceGetMaxClockInfo": 1980,
     "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+    "nvmlDeviceGetNvLinkState": cycle([0, 1]).__next__,  # every other link is inactive
 }
 WHOLE_GPU_ONLY = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMaxClockInfo")
 NO_LEAVE = StubNvml(refused=("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByIndex"), **ANSWERS)
@@ -205,8 +206,10 @@ HOPPER = "Hopper's matrix products"
             {"name": "Tesla T4", "capability": (7, 5), "memory_gib": 15},
             {"compute capability 8.0": "7.5 (disables: bf16 and TF32", HOPPER: "GELU"},
         ),
-        ({"missing": ("cc", "gcc", "clang")}, {"C compiler": "rows are errors"}),
-        ({"missing": ("c++", "g++", "clang++")}, {"C++ compiler": "rows are errors"}),
+        (
+            {"missing": ("cc", "gcc", "clang", "c++", "g++", "clang++")},
+            {"C compiler": "Triton's kernels", "C++ compiler": "on the CPU; its rows are errors"},
+        ),
     ],
     ids=str,
 )
@@ -219,7 +222,9 @@ def test_each_lack_of_a_gpu_is_named_with_what_runs_instead(monkeypatch, gpu, la
     # What NVML does not say is left out, and no error.
     says_limits = nvml not in (None, NO_LEAVE) and "whole GPU" not in lacks
     assert record["gpu"].get("power_limit_w") == (700 if says_limits else None)
-    assert device_module.gpu_links() == ("unknown" if nvml in (None, NO_LEAVE) else "PCIe")
+    assert device_module.gpu_links() == (
+        "unknown" if nvml in (None, NO_LEAVE) else "NVLink, 3 links"
+    )
 
 
 def test_a_gpu_that_may_not_be_asked_is_measured_all_the_same(monkeypatch):

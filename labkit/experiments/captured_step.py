@@ -42,7 +42,7 @@ def marked(step: Step, marker: Marker) -> Iterator[None]:
     model = step.model
     handles = []
     # Of all threads: while autograd's runs a backward pass, the one that called it waits.
-    ranges: list[contextlib.AbstractContextManager] = []
+    ranges = []
 
     def enter(name: str) -> None:
         ranges.append(marker(name))
