@@ -357,7 +357,7 @@ def _gpu_parts(device: Device) -> list[Check]:
         _part(
             "NVIDIA driver and NVML",
             driver_version(),
-            "clocks, power, energy and throttling in the records",
+            "clocks, power, energy, throttling and other processes in the records",
         ),
         _part(
             "datasheet peaks",
@@ -378,7 +378,7 @@ def _gpu_parts(device: Device) -> list[Check]:
         Check(
             "GPU to itself",
             not num_others,
-            f"{num_others} other processes on the GPU",
+            f"{num_others} other processes seen on the GPU",
             "trust in timings made meanwhile, which are marked",
         ),
         Check(
@@ -442,7 +442,7 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
     if is_cuda:
         with Monitor("cuda") as monitor:
             pass
-        reasons = ", ".join(monitor.summary.get("throttle_reasons", ()))
+        reasons = ", ".join(monitor.summary.get("throttle_reasons", ["NVML does not say"]))
         clock = f"SM clock {monitor.summary.get('sm_clock_mhz_median')} MHz"
         rows.append(Check("not throttled", not reasons, reasons or clock, trust))
     return rows
