@@ -242,7 +242,7 @@ def machine_id() -> str:
     if machine := os.environ.get("LABKIT_MACHINE"):
         return machine
     path = Path("/etc/machine-id")
-    installation = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    installation = path.read_text("utf-8").strip() if path.exists() else ""
     return hashlib.sha256((installation or platform.node()).encode()).hexdigest()[:8]
 
 

@@ -19,7 +19,7 @@ from IPython.display import Markdown
 from labkit import notebooks
 from labkit.configs import AUTO_PROFILE, FIGURES, THIS_DEVICE, RequestError, check_known
 from labkit.device import detect, slug_of
-from labkit.experiments.sweep import Case, Session
+from labkit.experiments.sweep import Session
 from labkit.records import check_measured
 from labkit.report.chapter import Chapter
 
@@ -136,7 +136,7 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     """
     check_known("notebook", notebook, notebooks.names())
     experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
-    first_of: dict[str, Case] = {}
+    first_of = {}
     for case in experiment.cases("smoke", detect().kind):
         first_of.setdefault(case.section, case)
     check_known("section", section, first_of)

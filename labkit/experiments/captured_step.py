@@ -146,11 +146,17 @@ def capture(
 
 
 def keep_capture(case: Sequence[str], output: Path) -> Path:
-    """Captures a case by nsys, else by torch.profiler; returns the file. Raises as they do."""
+    """Captures a case by nsys, else by torch.profiler; returns the file.
+
+    Raises as they do, and RuntimeError for a step that failed under nsys.
+    """
     device = detect()
     nsys = Nsys.usable() if device.kind == "cuda" else None
-    path = output.with_name(f"{output.name}.{'nsys-rep' if nsys else 'json'}")
-    capture(nsys, device, [case], timeout_s=600.0, keep=path, stacks=True)
+    path = Path(f"{output}.{'nsys-rep' if nsys else 'json'}")
+    trace = capture(nsys, device, [case], timeout_s=600.0, keep=path, stacks=True)
+    for name in trace.ranges["name"]:
+        if name.startswith(("oom ", "error ")):
+            raise RuntimeError(f"{name}; {path} holds what came before")
     return path
 
 

@@ -262,7 +262,7 @@ def steps_rank(
     far) each time.
     """
     torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
-    losses: dict[str, float] = {}
+    losses = {}
     for way in ("alone", "naive"):
         if way == phases[0]:  # gives its own, before any other is yielded
             continue
@@ -272,7 +272,7 @@ def steps_rank(
     # Otherwise each collection would walk through all modules; the first optimizer imports the
     # compiler.
     gc.freeze()
-    seen: dict[str, dict] = {
+    seen = {
         way: {"way": way, "losses": losses, "samples_ms": [], "profile": {}, "spans": {}}
         for way in phases
     }

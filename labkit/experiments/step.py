@@ -320,7 +320,7 @@ def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
     if device.kind == "cpu" and step.precision == "fp16":
         raise Skip(f"{device.name}: PyTorch emulates float16 matrix products on most processors")
     call = step.train_step  # no other call is also sustained, but for its graph's replay
-    limits: dict = {"time_limit_s": case.time_limit_s}
+    limits = {"time_limit_s": case.time_limit_s}
     if case.section == "warmup":
         num_steps = max(WARMUP_COUNTS) + WARMUP_MEASURED_STEPS
         limits |= {"num_warmup": 0, "min_samples": num_steps, "max_samples": num_steps}
@@ -329,8 +329,9 @@ def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
         times, metrics = timed_with_peak(device, _time_first_call, step)
     elif phase == "graph_step":
         call, graph_metrics = capture_step(step)
-        limits["device_kind"] = device.kind
-        times, metrics = timed_with_peak(device, time_callable, call, **limits)
+        times, metrics = timed_with_peak(
+            device, time_callable, call, device_kind=device.kind, **limits
+        )
         metrics |= graph_metrics
     else:
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)

@@ -234,7 +234,7 @@ def _sample(
     time_limit_s: float,
 ) -> tuple[list[tuple], str]:
     """Returns the samples and why there are no more of them, as records say it."""
-    samples: list[tuple] = []
+    samples = []
     begin = time.perf_counter()
     while True:
         samples.append(sampler())
