@@ -517,9 +517,9 @@ def profile(
         Literal["eager", "auto"], Option(help="auto: our FlashAttention.")
     ] = "eager",
     phase: Literal["inference", "forward_backward", "train_step"] = "train_step",
-    output: Annotated[Path, Option("--output", "-o", help="The capture, without suffix.")] = Path(
-        "capture"
-    ),
+    output: Annotated[
+        Path, Option("--output", "-o", dir_okay=False, help="The capture, without suffix.")
+    ] = Path("capture"),
 ) -> None:
     """Capture one step and its call stacks with Nsight Systems, else torch.profiler; keep it, and
     say how by hand.
