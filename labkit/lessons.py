@@ -81,12 +81,14 @@ def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
     Args:
         start: text in the first line shown; "" for the definition.
 
-    Raises ValueError if no line holds `start`.
+    Raises RequestError if no line holds `start`.
     """
     source = inspect.getsource(getattr(function, "fn", function)).splitlines()
     matches = [number for number, line in enumerate(source) if start in line]
     if not matches:
-        raise ValueError(f"no line of {getattr(function, '__name__', function)!r} holds {start!r}")
+        raise RequestError(
+            f"no line of {getattr(function, '__name__', function)!r} holds {start!r}"
+        )
     text = textwrap.dedent("\n".join(source[matches[0] : matches[0] + lines]))
     return Markdown(f"```python\n{text}\n```")
 
@@ -132,7 +134,8 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
         The case's parameters, metrics and `observed` as columns, as `Chapter.records` names them.
 
     Raises:
-        ValueError: an unknown section, phase or parameter; names the accepted ones.
+        RequestError: an unknown section, phase or parameter; names the accepted ones.
+        Skip: this machine cannot run it.
     """
     check_known("notebook", notebook, notebooks.names())
     experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
@@ -145,13 +148,13 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     for name, value in changes.items():
         check_known("parameter", name, case.parameters)
         if type(case.parameters[name]) is int and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+            raise RequestError(f"{name} must be a whole number above 0, got {value!r}")
     case = replace(case, parameters=case.parameters | changes, phases=(phase,))
     for name, run in experiment.run_case(case):
         measured = run()
         if name == phase:
             break
     if measured.case != case.parameters:
-        raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
+        raise RequestError(f"asked for {case.parameters}, ran {measured.case}")
     others = {"observed": measured.observed, "phase": phase, "status": "ok"}
     return pd.DataFrame([measured.case | measured.metrics | others])

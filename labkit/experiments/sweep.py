@@ -142,9 +142,9 @@ class Measured:
         return self.status != "ok", is_disturbed, self.telemetry.get("cpu_wait_fraction", 0.0)
 
 
-class Skip(Exception):
+class Skip(RequestError):
     """Raised by an experiment for a case that this device or installation cannot run; the text says
-    why.
+    why. A lesson shows it as one line.
     """
 
 
