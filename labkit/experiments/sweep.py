@@ -342,7 +342,7 @@ class _Worker:
         by itself.
         """
         if wait([self.connection, self.process.sentinel], timeout_s):
-            with contextlib.suppress(EOFError, ConnectionResetError):
+            with contextlib.suppress(EOFError, OSError):
                 if self.connection.poll():  # what it sent before it ended comes first
                     return self.connection.recv()
             self.process.join(timeout_s)
