@@ -320,7 +320,11 @@ def parts(device: Device) -> list[Check]:
     absence disables says what runs instead.
     """
     rows = [
-        _part("triton", software_versions()["triton"], "Triton kernels, torch.compile on a GPU"),
+        _part(
+            "triton",
+            software_versions()["triton"],
+            "measuring anything; `labkit report` still works",
+        ),
         _part(
             "C compiler",
             _first_of(os.environ.get("CC", "cc"), "gcc", "clang"),
