@@ -498,6 +498,7 @@ ALLOWED_ENVIRONMENT = (
     "CXX",
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",  # which GPU a number of the variable before names
     "OMP_NUM_THREADS",
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
