@@ -43,6 +43,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from labkit.configs import REPOSITORY
 from labkit.guard import guarded_folder
 from labkit.records import write_bytes_atomic
 
@@ -632,6 +633,7 @@ def _nsys(arguments: Sequence[str], timeout_s: float, variables: Mapping[str, st
                 ["nsys", *arguments],
                 env=allowed | variables,
                 timeout=timeout_s,
+                cwd=REPOSITORY,  # or `python -m` would import what lies in this folder
                 check=False,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -413,7 +413,7 @@ def compare(
         for name, function in candidates.items()
     }
     generator = np.random.default_rng(0)
-    samples: dict[str, list[tuple]] = {name: [] for name in samplers}
+    samples = {name: [] for name in samplers}
     with collector_paused():
         for sampler in samplers.values():
             for _ in range(num_warmup):
