@@ -1,7 +1,6 @@
 """The command line. Heavy packages load only inside the command that needs them."""
 
 import errno
-import itertools
 import os
 import shlex
 import socket
@@ -294,7 +293,7 @@ def _write_report(
     print(file=sys.stderr)
     for name in folders:
         print(f"{name}: {card.status_counts(measured[name]) or 'no records'}")
-    for sentence in disturbed_note([*itertools.chain(*measured.values())]):
+    for sentence in disturbed_note([record for newest in measured.values() for record in newest]):
         print(sentence)
     written = render.rebuild(device, output=output, html=True, by_papermill=True, own=own)
     print(f"{(time.monotonic() - start) / 60:.1f} minutes")

@@ -186,7 +186,6 @@ def execute(name: str, values: Mapping, *, lessons: bool = False):
     Raises:
         NotebookError: a cell raised, the kernel died, or a cell exceeded CELL_TIMEOUT_S.
     """
-    import nbclient.exceptions
     import papermill
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -201,6 +200,9 @@ def execute(name: str, values: Mapping, *, lessons: bool = False):
     os.environ.setdefault(
         "PYDEVD_DISABLE_FILE_VALIDATION", "1"
     )  # the kernel's debugger warns about frozen modules
+    # As the workers: where this process imports nothing from the folder that it is in, as another
+    # labkit, its kernels must not either.
+    ignores_folder = {"", os.getcwd()}.isdisjoint(sys.path)
     try:
         return papermill.execute_notebook(
             read(name) if lessons else without_lessons(read(name)),
@@ -211,12 +213,15 @@ def execute(name: str, values: Mapping, *, lessons: bool = False):
             progress_bar=False,
             execution_timeout=CELL_TIMEOUT_S,
             # Silences its transport, and the interrupt before its end, which it logs as an error.
-            extra_arguments=["--IPKernelApp.log_level=50"],
+            extra_arguments=[
+                "--IPKernelApp.log_level=50",
+                f"--IPKernelApp.ignore_cwd={ignores_folder}",
+            ],
             # asked to end, it would warn of what its event loop still holds
             shutdown_kernel="immediate",
         )
     except papermill.PapermillExecutionError as error:
         kind = "" if error.ename == RequestError.__name__ else f"{error.ename}: "
         raise NotebookError(f"{name}: {kind}{error.evalue}") from error
-    except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError) as error:  # a dead kernel is a RuntimeError
         raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error

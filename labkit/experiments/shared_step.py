@@ -117,10 +117,11 @@ class SharedStep(Step):
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         options = {"compute_dtype": self.recipe.autocast} if way.is_cast_by_wrapper else {}
         self.model = way.wrap(self.model, **options)
-        is_graph = self.compile == "graph"
-        self.optimizer = way.optimizer(list(self.model.parameters()), **ADAMW, capturable=is_graph)
+        self.optimizer = way.optimizer(
+            list(self.model.parameters()), **ADAMW, capturable=self.compile == "graph"
+        )
         self.memory = {"init_bytes": _allocated()}
-        self.train_once: Callable = self.train_step
+        self.train_once = self.train_step
 
     def autocast(self) -> AbstractContextManager:
         return nullcontext() if self.way.is_cast_by_wrapper else super().autocast()

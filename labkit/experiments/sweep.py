@@ -356,7 +356,7 @@ class _Worker:
     def close(self) -> None:
         if not self.process:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # it may have no group of its own yet
         self.process.join()
@@ -404,7 +404,7 @@ def measuring_lock(device: Device, notebook: str, *, wait: bool = True) -> Itera
     path = (folder if folder.is_dir() else _own_folder()) / f"labkit-{key}.lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        file = os.fdopen(descriptor, "r+", encoding="utf-8")
+        file = os.fdopen(descriptor, "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
