@@ -190,8 +190,8 @@ def open_nvml() -> Iterator[tuple[Any, Any]]:
 
 
 def _nvml_handle(nvml: Any) -> Any:
-    """Returns NVML's handle of torch's cuda:0 (CUDA_VISIBLE_DEVICES does not affect NVML's order),
-    None where it gives none, as in a container without leave to ask.
+    """Returns NVML's handle of torch's cuda:0, None where it gives none, as in a container without
+    leave to ask: CUDA_VISIBLE_DEVICES does not affect NVML's order, whose first may be another GPU.
     """
     import torch
 
@@ -200,8 +200,6 @@ def _nvml_handle(nvml: Any) -> Any:
         for kind in ("GPU", "MIG"):
             with contextlib.suppress(nvml.NVMLError):
                 return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
-    with contextlib.suppress(nvml.NVMLError):
-        return nvml.nvmlDeviceGetHandleByIndex(0)
     return None
 
 
