@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from labkit import accounting, numerics
 from labkit.configs import (
     BATCH_SIZE,
+    COMPILE_MODES,
     WARMUP_COUNTS,
     WARMUP_MEASURED_STEPS,
     check_known,
@@ -172,6 +173,7 @@ class Step:
         plan = parameters.get("plan", "none")
         self.plan = accounting.checkpoint_plan(plan, len(self.model.blocks))
         self.compile = parameters.get("compile", "none")
+        check_known("compile", self.compile, (*COMPILE_MODES, "graph"))  # of a shared step
         if self.compile == "whole":
             self.model.compile()
         elif self.compile != "none":
