@@ -347,10 +347,11 @@ def _normalise(
             )
         y, *_, total = norm(x, residual, parameters["weight"], parameters.get("bias"), eps, dtype)
     else:
-        total = x if residual is None else x + residual
+        total = x if residual is None else (x + residual).to(residual.dtype)
         function = F.layer_norm if "bias" in parameters else F.rms_norm
-        widened = {name: wide(tensor) for name, tensor in parameters.items()}
-        y = function(wide(total), x.shape[-1:], **widened, eps=eps).to(dtype)
+        exact = wide(total)
+        widened = {name: tensor.to(exact) for name, tensor in parameters.items()}
+        y = function(exact, x.shape[-1:], **widened, eps=eps).to(dtype)
     return y if residual is None else (y, total)
 
 
