@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
-from labkit.configs import PHASES, ModelConfig, check_known
+from labkit.configs import PHASES, PRECISIONS, ModelConfig, check_known
 
 PHASE_FORWARDS = {
     "inference": 1,
@@ -136,7 +136,7 @@ class _Pass:
     loss_in_chunks: bool = False
 
     def __post_init__(self):
-        check_known("precision", self.precision, ("fp32", "tf32", "bf16"))
+        check_known("precision", self.precision, PRECISIONS)
         check_known("attention", self.attention, ("eager", "fused"))
         check_known("kind of device", self.device_kind, DEVICE_KINDS)
         config = self.config

@@ -313,6 +313,9 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     plan = accounting.checkpoint_plan(setting.recompute, layers)
     passes = 2 + accounting.checkpoint_forwards(layers, plan)
     again = passes / 3
+    # The head is behind all blocks: its product is never computed again.
+    matrices = passes * accounting.num_matmul_parameters(config)
+    matrices -= (passes - 3) * config.vocab_size * d
     # A fused kernel leaves out what a causal mask hides; an encoder has none.
     pairs = setting.context / 2 if config.vocab_size else setting.context
     attention = 4 * tokens * pairs * config.attention_widths[0] * layers
@@ -321,11 +324,7 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     num_ranks = setting.num_gpus if SHARING[setting.gpu_way].stage else 1
     update = accounting.optimizer_step_bytes(config) / num_ranks
     return {
-        "matrix products": 2
-        * passes
-        * accounting.num_matmul_parameters(config)
-        * tokens
-        / flops_rate,
+        "matrix products": 2 * matrices * tokens / flops_rate,
         "fused attention": 0.0 if is_eager else passes * attention / flops_rate,
         "scores": again * scores / copy_rate if is_eager else 0.0,
         "elementwise": again * layers * tokens * d * 4 / copy_rate,
