@@ -112,9 +112,9 @@ def norm_fwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows) & (cols < C)
-    x = tl.load(x_ptr + rows * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + rows * stride_x + cols, inside)
     if residual_ptr is not None:
-        x += tl.load(residual_ptr + rows * stride_r + cols, mask=inside, other=0.0).to(tl.float32)
+        x += load_fp32(residual_ptr + rows * stride_r + cols, inside)
         # What is normalised is the sum as stored, which backward reads.
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + rows * C + cols, rounded, mask=inside)
