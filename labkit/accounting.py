@@ -366,7 +366,7 @@ def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
     if text == "none":
         return ()
     try:
-        plan = tuple(int(part) for part in text.split("/"))
+        plan = tuple(map(int, text.split("/")))
     except ValueError:
         plan = ()
     if not plan or any(low >= high for high, low in pairwise(plan)) or plan[-1] < 1:

@@ -11,13 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import (
-    load_fp32,
-    operator,
-    runs_kernel,
-    wide,
-    wrap_triton,
-)
+from labkit.kernels.fused import load_fp32, operator, runs_kernel, wide, wrap_triton
 from labkit.kernels.launch import num_multiprocessors
 
 # Tiles of the launch that adds parts, PROGRAMS for each multiprocessor, and of the one that adds

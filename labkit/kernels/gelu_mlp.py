@@ -179,5 +179,5 @@ def gelu_mlp(
     is_trained = any(tensor.requires_grad for tensor in (x, *parameters[:3]))
     keep = keep and torch.is_grad_enabled() and is_trained
     x_MC = rows_of(x).contiguous()
-    norm = norm or (None, None, None, None)
+    norm = norm or (None,) * 4
     return GeluMLP.apply(x_MC, *[p.contiguous() for p in parameters], keep, *norm).view(x.shape)

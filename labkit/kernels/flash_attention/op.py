@@ -32,18 +32,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from labkit.accounting import attention_pairs
-from labkit.kernels.flash_attention.plan import (
-    Call,
-    Layout,
-    Plan,
-    facts_of,
-    layout_of,
-    tiles_for,
-)
-from labkit.kernels.flash_attention.tiled import (
-    tiled_attention_backward,
-    tiled_attention_forward,
-)
+from labkit.kernels.flash_attention.plan import Call, Layout, Plan, facts_of, layout_of, tiles_for
+from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.tiles import (
     MAX_HEAD_DIM,
     TILED_DTYPES,
