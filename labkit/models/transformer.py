@@ -168,7 +168,8 @@ class TransformerLM(nn.Module):
 
     Raises:
         ValueError: unknown attention or impl; d_model no multiple of num_heads; an odd head
-            dimension (the rotation pairs them); in forward, a context longer than max_context.
+            dimension (the rotation pairs them); dimensions that are only planned; in forward, a
+            context longer than max_context.
     """
 
     def __init__(
@@ -187,6 +188,11 @@ class TransformerLM(nn.Module):
             raise ValueError(
                 f"d_model {config.d_model} must be num_heads {config.num_heads} "
                 "times an even head dimension"
+            )
+        is_wide = config.attention_widths == (config.d_model,) * 2
+        if not (is_wide and config.is_gated) or config.is_tied:
+            raise ValueError(
+                f"head_dim, num_key_heads, is_gated and is_tied must be as by default; got {config}"
             )
         self.config = config
         self.impl = impl
