@@ -105,7 +105,9 @@ class CausalSelfAttention(nn.Module):
         )
         attend = ATTENTION[self.attention]
         if self.is_fused:
-            q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
+            # A model that is cast to another dtype has its tables cast too.
+            tables = (rotary.cos_TD.float(), rotary.sin_TD.float())
+            q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, *tables)
             out_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, causal=True)
         else:
             # The projections are held while attention runs: the closed forms count them, and so do
