@@ -393,7 +393,7 @@ def checkpoint_forwards(num_layers: int, plan: Sequence[int]) -> float:
         num_recomputed += num_layers
         if level > 0:
             num_recomputed -= sum(sizes[-1] for sizes in parts)
-        groups = [*chain.from_iterable(parts)]
+        groups = chain.from_iterable(parts)
     return 1 + num_recomputed / num_layers
 
 

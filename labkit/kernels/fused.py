@@ -226,8 +226,7 @@ def product_inputs(**tensors: Tensor) -> list[Tensor]:
     """
     for name, tensor in tensors.items():
         check_kind(name, tensor, (*DTYPES, torch.float64), like=tensor)
-        dtype = autocast_dtype(tensor)
-        tensors[name] = tensor if dtype is None else tensor.to(dtype)
+        tensors[name] = tensor.to(autocast_dtype(tensor) or tensor.dtype)
     check(tensors)
     return list(tensors.values())
 

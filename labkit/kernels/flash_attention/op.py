@@ -123,7 +123,7 @@ def _check_window(window, causal: bool) -> tuple[int, int]:
             f"limit; got {window!r}"
         )
     left, right = window
-    return left, (0 if right < 0 else min(right, 0)) if causal else right
+    return left, 0 if causal else right
 
 
 def _check_scale(scale) -> None:
