@@ -23,6 +23,8 @@ def flash_attention_qkv(qkv: Tensor, cu_seqlens: Tensor, longest: int | None = N
     if qkv.dim() != 4 or qkv.shape[1] != 3 or not qkv.is_contiguous():
         got = f"shape {tuple(qkv.shape)} and strides {qkv.stride()}"
         raise ValueError(f"qkv must be dense, of shape (tokens, 3, heads, d); got {got}")
+    if cu_seqlens is None:  # three dimensions would be a batch's
+        raise TypeError("cu_seqlens must be a tensor, got NoneType")
     q, k, v = qkv.unbind(1)
     check_packing(q, cu_seqlens, cu_seqlens, longest, longest)
     if longest is not None and longest * (cu_seqlens.shape[0] - 1) == qkv.shape[0] > 0:
