@@ -133,8 +133,8 @@ def read_config(path: Path) -> ModelConfig:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise TypeError("not one object")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise ValueError("not one object")
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{path}: cannot be read as a config.json ({error})") from None
     kind = str(content.get("model_type", "unknown"))
 
@@ -173,7 +173,9 @@ def read_config(path: Path) -> ModelConfig:
         head_dim=first("head_dim") if content.get("head_dim") else 0,
         # 0: as many as there are heads, also where these are changed.
         num_key_heads=0 if num_key_heads == num_heads else num_key_heads,
-        is_gated=content.get("hidden_act") in ("silu", "swiglu") or kind.startswith("gemma"),
+        is_gated=content.get("hidden_act") in ("silu", "swiglu")
+        or content.get("activation_function") == "swiglu"
+        or kind.startswith("gemma"),
         # transformers writes it only where it is not its default.
         is_tied=content.get("tie_word_embeddings", True),
     )
