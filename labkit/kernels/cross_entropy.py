@@ -210,7 +210,7 @@ def _linear_forward(
     """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the
     chunks.
     """
-    num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
+    num_rows, vocabulary = len(hidden_NC), len(weight_VC)
     chunk_rows = loss_chunk_rows(vocabulary, weight_VC.element_size())
     rows_N3 = hidden_NC.new_empty(num_rows, 3, dtype=torch.float32)
     gradients = _empty_gradients(hidden_NC, weight_VC) if with_gradients else []

@@ -109,17 +109,18 @@ def resolve_impl(
     """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {listed(IMPLS)}; got {impl!r}")
+    has_window = left >= 0 or right > 0
     if impl == "auto":
         # Before Ampere a device shares 64 KiB or less, in which no tile fits.
         if capability_of(q.device) < 80 or q.dtype not in TRITON_DTYPES:
             return "tiled"
         num_tiles = triton.cdiv(q.shape[-2], 128) * math.prod(q.shape[:-2])
         is_small = num_tiles <= (SMALL_AT_64 if q.shape[-1] == 64 else SMALL)
-        objects = _gluon_objection(q, left >= 0 or right > 0, packed)
+        objects = _gluon_objection(q, has_window, packed)
         return "triton" if is_small or objects else "gluon"
     objection = None
     if impl == "gluon":
-        objection = _gluon_objection(q, left >= 0 or right > 0, packed)
+        objection = _gluon_objection(q, has_window, packed)
     elif impl == "triton" and q.device.type != "cuda" and not IS_INTERPRETED:
         objection = f"takes q, k and v on a CUDA device; got {q.device} ('tiled' takes any)"
     elif impl == "triton" and q.dtype not in TRITON_DTYPES:
