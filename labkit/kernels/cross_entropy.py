@@ -305,7 +305,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         return _formula(hidden @ weight.T, targets)
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden_NC = hidden.reshape(-1, hidden.shape[-1])
-    return _linear_forward(hidden_NC, weight, targets.reshape(-1), with_gradients)[0]
+    return _linear_forward(hidden_NC, weight, targets.flatten().contiguous(), with_gradients)[0]
 
 
 def _formula(logits: Tensor, targets: Tensor) -> Tensor:
