@@ -154,7 +154,8 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
         q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (fp64 in plain PyTorch), which is kept,
             under autocast too; the keys may have fewer heads. Strides are any, best those of a
             projection's output, viewed.
-        cos_TD, sin_TD: cosines and sines, fp32, at least T rows of D.
+        cos_TD, sin_TD: cosines and sines, fp32, at least T rows of D. The kernel has no gradient
+            by them: where one is due the formula runs in plain PyTorch.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit; an odd or empty last
@@ -173,7 +174,7 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     for name, table in {"cos": cos_TD, "sin": sin_TD}.items():
         check_kind(name, table, [torch.float32], like=q_BHTD)
         check_shape(name, table, max(num_tokens, len(table)), d)
-    if runs_kernel(q_BHTD):
+    if runs_kernel(q_BHTD) and not (cos_TD.requires_grad or sin_TD.requires_grad):
         return _rotary(q_BHTD, k_BGTD, cos_TD, sin_TD, False)
     return tuple(_formula(x, cos_TD[:num_tokens], sin_TD[:num_tokens]) for x in (q_BHTD, k_BGTD))
 
