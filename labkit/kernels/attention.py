@@ -99,8 +99,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: st
 def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str | None:
     """Returns why `impl` cannot run here for tensors like these (v like k), or None if it can.
 
-    Args as in `attention`; nothing is computed, so values do not matter. Raises ValueError for an
-    unknown name.
+    Args as in `attention`; nothing is computed, so values do not matter. SDPA is asked about equal
+    lengths: of others `attention` refuses its causal mask. Raises ValueError for an unknown name.
     """
     q, k = _with_heads(impl, q, k)
     if impl in SDPA_BACKENDS:
