@@ -106,8 +106,7 @@ class CausalSelfAttention(nn.Module):
         attend = ATTENTION[self.attention]
         if self.is_fused:
             # A model that is cast to another dtype has its tables cast too.
-            tables = (rotary.cos_TD.float(), rotary.sin_TD.float())
-            q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, *tables)
+            q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, rotary.cos_TD.float(), rotary.sin_TD.float())
             out_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, causal=True)
         else:
             # The projections are held while attention runs: the closed forms count them, and so do
@@ -191,8 +190,11 @@ class TransformerLM(nn.Module):
                 f"d_model {config.d_model} must be num_heads {config.num_heads} "
                 "times an even head dimension"
             )
-        is_wide = config.attention_widths == (config.d_model,) * 2
-        if not (is_wide and config.is_gated) or config.is_tied:
+        if (
+            config.attention_widths != (config.d_model,) * 2
+            or config.is_tied
+            or not config.is_gated
+        ):
             raise ValueError(
                 f"head_dim, num_key_heads, is_gated and is_tied must be as by default; got {config}"
             )

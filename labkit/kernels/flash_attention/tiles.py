@@ -38,7 +38,7 @@ SMALL, SMALL_AT_64 = 4, 32
 
 
 def listed(values) -> str:
-    return ", ".join(str(value) for value in values)
+    return ", ".join(map(str, values))
 
 
 @functools.cache
