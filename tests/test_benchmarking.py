@@ -78,7 +78,8 @@ def test_every_phase_says_what_ran_and_its_rates():
     num_forwards = {"backward": 2, "forward_backward": 3, "train_step": 3}
     for phase, result in measured.items():
         metrics = result.metrics
-        assert result.case == case.parameters
+        assert result.case == case.parameters and result.timer["method"] == "host"
+        assert 0 < metrics["min_ms"] <= metrics["p20_ms"] <= metrics["median_ms"]
         seconds = metrics["median_ms"] * 1e-3
         if phase == "optimizer_step":
             # Seven transfers of four bytes, held against bandwidth.

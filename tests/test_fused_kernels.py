@@ -335,6 +335,7 @@ X4, TABLE = X[None, None], torch.zeros(5, 4)
     ("call", "message"),
     [
         (lambda: rms_norm(X, W[:3], EPS), r"weight must be of shape \(4,\), got \(3,\)"),
+        (lambda: rms_norm(X, None, EPS), "weight must be a tensor, got NoneType"),
         (lambda: rms_norm(X.long(), W, EPS), "x must be .*torch.float32 or .* got torch.int64"),
         (lambda: layer_norm(X, W, W.to("meta"), EPS), "on cpu, got torch.float32 on meta"),
         (lambda: rotary.rotary(X4, X4, TABLE[:2], TABLE), r"cos must be of shape \(3, 4\)"),

@@ -92,14 +92,16 @@ def published(kind, width, hidden, layers, heads, **others):
 
 
 DECODER = {"hidden_act": "silu", "num_key_value_heads": 8}
+TIED = DECODER | {"tie_word_embeddings": True}
 VOCABULARY = {"vocab_size": 128256, "tie_word_embeddings": False}
 GPT2_XL = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_inner": None}
 BTLM = {"model_type": "btlm", "n_embd": 2560, "n_layer": 32, "n_head": 32, "n_inner": 6826}
 LLAMA_8B = published("llama", 4096, 14336, 32, 32, **DECODER | VOCABULARY)
 CONFIGS = [
+    (published("llama", 2048, 8192, 16, 32, head_dim=64, vocab_size=128256, **TIED), 1_235_814_400),
     (BTLM | {"vocab_size": 50257, "activation_function": "swiglu"}, 2.646e9),
     (LLAMA_8B, 8_030_261_248),
-    (published("qwen3", 1024, 3072, 28, 16, head_dim=128, vocab_size=151936, **DECODER), 5.96e8),
+    (published("qwen3", 1024, 3072, 28, 16, head_dim=128, vocab_size=151936, **TIED), 596_049_920),
     (GPT2_XL | {"vocab_size": 50257, "activation_function": "gelu_new"}, 1_557_611_200),
     # SigLIP's so400m, without its pooling.
     (published("siglip_vision_model", 1152, 4304, 27, 16, image_size=384), 413_000_000),
