@@ -65,6 +65,13 @@ def move_temporary_files() -> None:
     atexit.register(_end_inheritors, folder)
 
 
+def ignores_folder() -> bool:
+    """Returns whether this process imports nothing from the folder that it is in: what it starts
+    must not either, or another labkit that lies there would be measured.
+    """
+    return {"", os.getcwd()}.isdisjoint(sys.path)
+
+
 def _end_inheritors(folder: Path) -> None:
     """Kills what has the folder's path in its environment, where there is /proc."""
     for _ in range(100):  # until none is left that could start another

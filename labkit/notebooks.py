@@ -200,9 +200,6 @@ def execute(name: str, values: Mapping, *, lessons: bool = False):
     os.environ.setdefault(
         "PYDEVD_DISABLE_FILE_VALIDATION", "1"
     )  # the kernel's debugger warns about frozen modules
-    # As the workers: where this process imports nothing from the folder that it is in, as another
-    # labkit, its kernels must not either.
-    ignores_folder = {"", os.getcwd()}.isdisjoint(sys.path)
     try:
         return papermill.execute_notebook(
             read(name) if lessons else without_lessons(read(name)),
@@ -215,7 +212,7 @@ def execute(name: str, values: Mapping, *, lessons: bool = False):
             # Silences its transport, and the interrupt before its end, which it logs as an error.
             extra_arguments=[
                 "--IPKernelApp.log_level=50",
-                f"--IPKernelApp.ignore_cwd={ignores_folder}",
+                f"--IPKernelApp.ignore_cwd={guard.ignores_folder()}",
             ],
             # asked to end, it would warn of what its event loop still holds
             shutdown_kernel="immediate",

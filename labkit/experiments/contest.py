@@ -50,10 +50,14 @@ from labkit.monitor import Monitor
 LAUNCH_LIMIT_MS = 10.0
 """A call that takes longer has no launch to speak of, and its launch is not measured."""
 
-MIN_ROUNDS, MAX_ROUNDS, MAX_RANKING_ROUNDS = 6, 10, 15
-"""Samples of each candidate: the fewest whose range can hold a median with 95 %, whatever the time
-limit, and the most; more where candidates are ranked.
+MIN_ROUNDS = 6
+"""Samples of each candidate, whatever the time limit: the fewest whose range can hold a median with
+95 %.
 """
+
+MAX_ROUNDS = 10
+MAX_RANKING_ROUNDS = 15
+"""The most samples; the second where candidates are ranked."""
 
 ORACLE_SCORES = 2**25
 """fp64 scores that are held at once (256 MiB a matrix), whatever the length."""

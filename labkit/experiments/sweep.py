@@ -262,8 +262,7 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     # Interrupted, the server would print where its imports stood.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     safe_path = os.environ.get("PYTHONSAFEPATH", "")
-    if {"", os.getcwd()}.isdisjoint(sys.path):
-        # The server is `python -c`, which would import what lies in this folder, as another labkit.
+    if guard.ignores_folder():  # the server is `python -c`
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
         forkserver.ensure_running()
