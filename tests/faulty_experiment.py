@@ -91,8 +91,10 @@ def _fail_when_repeated(case: Case) -> None:
 
 
 def _count_blocks(case: Case) -> None:
+    from torch._inductor import config
+
     with open(Path(case.parameters["log"]).with_name("blocks"), "a") as file:
-        file.write(f"{SIZES['small'].num_layers}\n")
+        file.write(f"{SIZES['small'].num_layers} {config.autotune_local_cache}\n")
 
 
 FAULTS: dict[str, Callable[[Case], None]] = {

@@ -181,6 +181,8 @@ def test_a_registered_implementation_is_in_every_case_of_its_operation(monkeypat
     entered = [case for case in cases if "mine forward_backward" in case.phases]
     assert {case.section for case in entered} == {"kernels", "speed", "rivals"}
     assert all(case.modules == (F.silu.__module__,) for case in entered)  # which a worker imports
+    product = siglip2.cases("full", "cuda")[-1]
+    assert product.parameters["operation"] == "gelu_mlp" and not product.compiles
 
 
 @on_cpu

@@ -16,6 +16,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,10 +170,6 @@ def _cross_entropy(logits, targets):
     return F.cross_entropy(wide(logits), targets)
 
 
-def _mlp(x, w1, b1, w2, b2):
-    return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
-
-
 @dataclass(frozen=True)
 class Definition:
     """What is computed of rows.
@@ -212,7 +209,10 @@ DEFINITIONS = {
         linear_cross_entropy,
         passes=("forward_backward",),
     ),
-    "gelu_mlp": Definition(_mlp, gelu_mlp),
+    "gelu_mlp": Definition(
+        lambda x, w1, b1, w2, b2: F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2),
+        gelu_mlp,
+    ),
 }
 
 
@@ -445,9 +445,14 @@ def _peer(module: str, function: Callable | None) -> Implementation:
 
 @functools.cache
 def _compiled(operation: str) -> Callable:
-    formula = DEFINITIONS[operation].formula
-    mode = "max-autotune-no-cudagraphs"
-    return torch.compile(formula, fullgraph=True, dynamic=False, mode=mode)
+    # Otherwise each tile that does not fit is printed as an error.
+    logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
+    return torch.compile(
+        DEFINITIONS[operation].formula,
+        fullgraph=True,
+        dynamic=False,
+        mode="max-autotune-no-cudagraphs",
+    )
 
 
 def _implementations(operation: str) -> dict[str, Implementation]:

@@ -191,8 +191,11 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
     if is_rehearsal:
         for sizes in (SIZES, SIGLIP2_SIZES):
             sizes.update({name: replace(one, num_layers=1) for name, one in sizes.items()})
-        # What fails here fails again, and is told, where it is measured.
-        sys.stderr = open(os.devnull, "w")
+        # What fails here fails again, and is told, where it is measured. Compilers write to the
+        # file itself.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # torch.compile's choices are timed beside other rehearsals: what is measured chooses anew.
+        importlib.import_module("torch._inductor.config").autotune_local_cache = False
     # What is done on purpose: compiling without caches where that is timed, fp32 without TF32, and
     # a matrix product as a process's first use of the device.
     for message in ("dynamo_pgo force", "TensorFloat32 tensor cores", "Attempting to run cuBLAS"):
