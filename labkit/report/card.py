@@ -470,7 +470,6 @@ def not_shown(shown: Sequence[Record], every: Sequence[Record]) -> list[str]:
     num_once = sum(num == 1 for num in sessions_of.values())
     lines = [
         "Measured on few devices: two of one model differ by some percent.",
-        "Newer code than a chapter's commit can be faster or slower.",
         f"{num_once:,} of {len(sessions_of):,} timed rows are of one session.",
         "Tokens and weights are random: only chapter 03's toy task is about learning.",
     ]

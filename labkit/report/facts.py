@@ -433,4 +433,4 @@ def _plain(fact: Fact) -> str:
         ]
         return f"{fact.plain}{case}: {', '.join(counts)} of {fact['total']} cases."
     interval = fact.numbers.get("interval", fact.numbers.get("range", ""))
-    return f"{fact.plain}{case}: {fact.verdict}, {interval}."
+    return f"{fact.verdict.capitalize()} ({interval}): {fact.plain}{case}."
