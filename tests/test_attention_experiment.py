@@ -2,7 +2,6 @@
 result.
 """
 
-import dataclasses
 import functools
 
 import chapters
@@ -23,13 +22,13 @@ KINDS = {"eager": "eager", "sdpa_math": "math", "sdpa_flash": "fused"}
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
-def parameters(impl="eager", precision="fp32", length=32, **changes) -> dict:
-    call = {"impl": impl, "precision": precision, "d_head": 16, "length": length, "batch": 8}
-    return {**call, **changes}
+def parameters(**changes) -> dict:
+    call = {"impl": "eager", "precision": "fp32", "d_head": 16, "length": 32, "batch": 8}
+    return call | changes
 
 
-def case(**chosen) -> Case:
-    return Case("attention", parameters(**chosen), ("forward", "backward"), 60.0, 0.01)
+def case(section="attention", **chosen) -> Case:
+    return Case(section, parameters(**chosen), ("forward", "backward"), 60.0, 0.01)
 
 
 measure = functools.partial(chapters.measure, run_case)
@@ -53,7 +52,7 @@ def test_a_case_gives_times_bytes_and_errors_under_its_own_label(impl, precision
 
 def test_a_masked_case_is_held_to_the_masked_oracle():
     masked = parameters(causal=True)
-    for phase in measure(dataclasses.replace(case(), section="masked", parameters=masked)).values():
+    for phase in measure(case("masked", causal=True)).values():
         assert phase.case == masked and phase.metrics["median_ms"] > 0
     call = AttentionCall(CPU, masked)
     call.function = lambda *tensors, causal: attention_reference(*tensors)
@@ -70,20 +69,32 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(impl, precision, reason
         measure(case(impl=impl, precision=precision))
 
 
-WRONG = {
-    "forward": ("output", lambda right, factor: right * factor),
-    # The value is right, its gradient is not.
-    "backward": ("dq", lambda right, factor: right.detach() + (right - right.detach()) * factor),
-}
+def test_what_the_compiler_replaces_is_counted_whatever_its_caches_hold():
+    for _ in range(2):
+        forward = measure(case(impl="compiled_heads"))["forward"]
+        assert forward.metrics["num_replacements"] == 2
 
 
-@pytest.mark.parametrize(("phase", "factor"), [("forward", 1.01), ("backward", float("nan"))])
-def test_a_wrong_result_in_the_last_sequence_gives_no_time(phase, factor):
-    call, (name, wrong) = AttentionCall(CPU, parameters()), WRONG[phase]
+@pytest.mark.parametrize(
+    ("phase", "name", "factor", "wrong"),
+    [
+        ("forward", "output", 1.01, lambda right, factor: right * factor),
+        (
+            "backward",
+            "dq",
+            float("nan"),
+            # The value is right, its gradient is not.
+            lambda right, factor: right.detach() + (right - right.detach()) * factor,
+        ),
+    ],
+)
+def test_a_wrong_result_in_the_last_sequence_gives_no_time(phase, name, factor, wrong):
+    call = AttentionCall(CPU, parameters())
     factors = torch.ones(8, 1, 1)
     factors[-1] = factor
     assert call.errors(phase)
     call.function = lambda *tensors: wrong(attention_reference(*tensors), factors)
-    message = rf"eager: {name}_relative_error is (0.01|nan), more than 0.0001"
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(
+        AssertionError, match=rf"eager: {name}_relative_error is (0.01|nan), more than 0.0001"
+    ):
         call.errors(phase)
