@@ -110,7 +110,9 @@ class NormLinear(torch.autograd.Function):
 def _inputs(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
     """Returns the tensors of a linear layer as `product_inputs`, their shapes checked too."""
     inputs = product_inputs(**{name: x}, weight=weight, bias=bias)
-    check_shape(name, x, len(x), weight.shape[1])
+    features = x.shape[-1]
+    check_shape(name, x, len(x), features)
+    check_shape("weight", weight, len(weight), features)
     check_shape("bias", bias, len(weight))
     return inputs
 
