@@ -38,7 +38,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = FLASH_ATTENTION[profile]
     plan = Plan(grid, ceiling_cases(tuple(grid.impls), grid.case_timeout_s))
-    limits = {**plan.limits, "compiles": True}
     for tile, causal in itertools.product(grid.algorithm_tiles, (False, True)):
         parameters = {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}
         phases = ["errors"] if causal else ["errors", "trace"]
@@ -49,7 +48,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         plan.add("tiles", parameters, "forward", compiles=True)
     sustained = tuple(f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained)
     ranking = {
-        **limits,
+        **plan.limits,
+        "compiles": True,
         "time_limit_s": grid.rivals_time_limit_s,
         "is_ranking": True,
         "sustained": sustained,
@@ -68,18 +68,28 @@ def cases(profile: str, device_kind: str) -> list[Case]:
             ]
             shape = _one_head(length, d_head, precision)
             in_turn = [impl for impl in here if impl not in MATERIALISING]
-            case = {**shape, "timed": IN_TURN}
-            plan.append(contest_case("speed", "attention", case, in_turn, **limits))
+            plan.append(
+                contest_case(
+                    "speed",
+                    "attention",
+                    {**shape, "timed": IN_TURN},
+                    in_turn,
+                    compiles=True,
+                    **plan.limits,
+                )
+            )
             for impl in here:
                 if impl in MATERIALISING:
                     case = {**shape, "timed": f"alone: {impl}"}
                     phases = tuple(f"{impl} {name}" for name in PASSES)
-                    plan.append(ContestCase("speed", case, phases, **limits))
+                    plan.append(
+                        ContestCase("speed", case, phases, compiles=impl != "eager", **plan.limits)
+                    )
     for precision, impls in grid.memory_impls.items():
         for impl, length in itertools.product(impls, grid.memory_lengths):
-            shape = _one_head(length, grid.memory_d_head, precision)
-            parameters = {**shape, "impl": impl}
-            plan.add("memory", parameters, "forward", "forward_backward", compiles=True)
+            parameters = {**_one_head(length, grid.memory_d_head, precision), "impl": impl}
+            # Nothing is left to compile: its kernels are those of "speed".
+            plan.add("memory", parameters, "forward", "forward_backward")
     return plan
 
 
