@@ -367,8 +367,8 @@ def _time_first_call(step: Step) -> Timing:
     earlier run counts.
     """
     load_compiler(step.device)
-    torch.compiler.config.force_disable_caches = True
-    first_ms = time_once_ms(step.forward_backward, step.device.kind)
+    with torch.compiler.config.patch(force_disable_caches=True):
+        first_ms = time_once_ms(step.forward_backward, step.device.kind)
     return Timing((first_ms,), "host", 0, "fixed count")
 
 
