@@ -196,9 +196,14 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         # torch.compile's choices are timed beside other rehearsals: what is measured chooses anew.
         importlib.import_module("torch._inductor.config").autotune_local_cache = False
-    # What is done on purpose: compiling without caches where that is timed, fp32 without TF32, and
-    # a matrix product as a process's first use of the device.
-    for message in ("dynamo_pgo force", "TensorFloat32 tensor cores", "Attempting to run cuBLAS"):
+    # What is done on purpose: compiling without caches where that is timed, fp32 without TF32, a
+    # matrix product as a process's first use of the device, and compiling what is made but once.
+    for message in (
+        "dynamo_pgo force",
+        "TensorFloat32 tensor cores",
+        "Attempting to run cuBLAS",
+        "Dynamo detected a call to a `functools.lru_cache`",
+    ):
         warnings.filterwarnings("ignore", message=message)
     gc.freeze()  # otherwise each collection between phases would walk through all modules
     while True:
