@@ -21,7 +21,7 @@ import pandas as pd
 from labkit import accounting
 from labkit.configs import SIZES, check_known
 from labkit.report import verdicts
-from labkit.report.frame import Row, mark, ok_rows, only, select, size_name
+from labkit.report.frame import Row, mark, ok_rows, only, select, size_name, usable
 from labkit.report.text import gib, number, percent, scientific, span, times
 
 LEAST_MS = 1.0
@@ -337,7 +337,7 @@ def agreement(
         numbers: value ("40 of 46"), within, worst (signed; above 0 the prediction is too high),
             case.
     """
-    rows = rows.dropna(subset=[value, predicted])
+    rows = usable(rows, value, predicted)
     if rows.empty:
         return Fact("", missing="what was predicted")
     deviation = rows[predicted] / rows[value] - 1
