@@ -45,13 +45,13 @@ def test_a_verdict_comes_from_the_interval(other_ms, half_width, verdict):
 def test_a_sentence_says_no_more_than_its_fact():
     noisy = compare(pair(10.0, 8.0, half_width_fraction=0.4), BASE, OTHER)
     text = said(noisy, **TEXTS, because="of its kernels")
-    assert noisy["interval"] in text and "undecided" in text
+    assert noisy["interval"] in text and "Undecided" in text
     assert "Ahead" not in text and "kernels" not in text
     assert said(compare(pair(), BASE, OTHER), **TEXTS, because="why") == "Ahead 2.00×: why."
     for other_ms in (10.0, 20.0):
         assert "why" not in said(compare(pair(10.0, other_ms), BASE, OTHER), **TEXTS, because="why")
     slower = compare(pair(10.0, 20.0), BASE, OTHER, size="2.7b")
-    plain = f"bf16 against fp32 (2.7b (3.4 B)): behind, {slower['interval']}."
+    plain = f"Behind ({slower['interval']}): bf16 against fp32 (2.7b (3.4 B))."
     assert said(slower, ahead="Ahead") == plain
 
 
@@ -130,7 +130,7 @@ def test_of_bytes_the_ratio_is_the_others_over_the_bases_and_less_is_ahead():
     rows = pair().assign(peak_bytes=[4 * 2**30, 2**30])
     fact = compare(rows, BASE, OTHER, value="peak_bytes")
     assert (fact.verdict, str(fact["ratio"]), str(fact["other"])) == ("ahead", "0.250×", "1.00 GiB")
-    assert said(fact) == "bf16 against fp32, peak bytes: ahead, 0.250×."
+    assert said(fact) == "Ahead (0.250×): bf16 against fp32, peak bytes."
 
 
 def test_sessions_that_agree_decide_what_the_samples_of_one_could_not():
