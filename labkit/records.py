@@ -536,7 +536,7 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
         row = {name: getattr(record, name) for name in columns}
         if record.reason.endswith("ended oom"):  # what needs that result does not fit either
             row["status"] = "oom"
-        row["disturbed"] = bool(record.telemetry.get("disturbed", False))
+        row["disturbed"] = bool(record.telemetry.get("disturbed"))
         row |= record.case | record.metrics
         row |= {f"timer_{name}": value for name, value in record.timer.items()}
         sustained = record.telemetry.get("sustained", {})

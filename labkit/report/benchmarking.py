@@ -48,8 +48,6 @@ def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
     """
     calls = ok_rows(steps, phase="train_step", compile="none", attention="eager")
     kernels = ok_rows(profiles, phase="train_step", attention="eager")
-    if calls.empty or kernels.empty:
-        return None
     rows = calls.merge(kernels[[*CASE, "step_kernel_ms"]], on=CASE)
     if rows.empty:
         return None

@@ -134,7 +134,7 @@ def unfolded(frame: pd.DataFrame, keys: list[str], samples: list[str]) -> pd.Dat
 
 def mark(row: Row, value: str = "median_ms") -> str:
     """Returns the mark that a row's value carries wherever it is printed, "" for none."""
-    if row.get("disturbed") in (True, 1):
+    if row.get("disturbed") == 1:
         return DISTURBED
     return UNSTEADY if value.startswith(SUSTAINED_VALUES) and row.get("steady") == 0 else ""
 

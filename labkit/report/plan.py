@@ -633,8 +633,10 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
         return [f"Time: no rate of {setting.precision} is known."]
     num_alike = len(select(measured, way=setting.way))
     if not num_alike:
-        where = "`labkit run 01 02` on a GPU records some"
-        return [f"Time: no step of this way is recorded to predict it from; {where}."]
+        return [
+            "Time: no step of this way is recorded to predict it from; `labkit run 01 02` on a GPU "
+            "records some."
+        ]
     coefficients = fitted(measured, setting.way)
     times = predicted(coefficients, setting, roofs)
     step_ms = times["in all"]
@@ -651,6 +653,11 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
         f"Device time of a step: {number(step_ms)} ms; {words}.",
         f"{number(rate)} tokens/s a GPU{' at best' if sent_ms else ''}.",
     ]
+    if setting.context > measured["context"].max():
+        # In short contexts, to which it is fitted, fused attention is far from its rate.
+        lines.append(
+            "No recorded context is as long: the time is a guess, too long with fused attention."
+        )
     watts = roofs.drawn_w.get(setting.way, roofs.power_limit_w)
     if watts:
         joules = watts * step_ms / 1e3
