@@ -507,8 +507,7 @@ def attention_reserved_bytes(
         return 4 * row + 2 * scores
     if device_kind != "cuda":
         return 5 * row + 3 * scores
-    is_cut = 2**20 < row < scores
-    return 5 * row + 4 * scores + (scores - row if is_cut else 0)
+    return 5 * row + 4 * scores + (scores - row if 2**20 < row < scores else 0)
 
 
 def attention_score_passes(phase: str, *, device_kind: str) -> int:
@@ -629,9 +628,8 @@ def min_grid_tokens(
     `exact` counts what a ring sends, (N−1)/N of the size. False counts the whole size, as the CS336
     accounting exercise of 2025 does: it asks for more tokens, by data/(data − 1) where overlapped.
     """
-    own_share = int(exact)
-    tokens = (data - own_share) * flops / data_bandwidth
-    tensor_share = (tensor - own_share) * flops / (d_ff * tensor_bandwidth)
+    tokens = (data - exact) * flops / data_bandwidth
+    tensor_share = (tensor - exact) * flops / (d_ff * tensor_bandwidth)
     if tensor_share >= 1:
         return math.inf
     return tokens if overlapped else tokens / (1 - tensor_share)

@@ -209,17 +209,18 @@ def cpu_name() -> str:
 
 
 def software_versions() -> dict[str, str]:
-    """Returns the versions a measurement depends on; "" for what is not there."""
+    """Returns the versions a measurement depends on; "" for what is not there, none of a peer."""
     import torch
 
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = ""
+    versions = {"triton": ""}
+    # Peers; FlashAttention-3 comes with xformers.
+    for name in "triton", "transformers", "liger-kernel", "quack-kernels", "xformers":
+        with contextlib.suppress(ImportError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton,
+        **versions,
         "cuda": torch.version.cuda or "",
         "driver": driver_version(),
         "labkit": __version__,

@@ -167,8 +167,7 @@ def _rungs(steps: pd.DataFrame, *form: Any) -> pd.DataFrame:
     """Returns a value of each rung, failed ones too, a row per size that has one; `form` as `cell`
     takes it.
     """
-    rows = select(steps, size=LADDER_SIZES)
-    table = by_way(rows, "size", LADDER, lambda row: cell(row, *form))
+    table = by_way(select(steps, size=LADDER_SIZES), "size", LADDER, lambda row: cell(row, *form))
     table = table.reindex(columns=["size", *LADDER])
     return table[(table[list(LADDER)] != "–").any(axis=1)]
 

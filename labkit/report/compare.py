@@ -138,9 +138,9 @@ def _hindrance(base: Row | None, other: Row | None) -> str:
             status = words.get(row["status"], row["status"])
             reason = row["reason"].split("\n")[0]
             return f"{status}: {reason[:80]}"
-    versions = base["measurement_version"], other["measurement_version"]
-    if versions[0] != versions[1]:
-        return f"measured in two ways, {versions[0]} and {versions[1]}"
+    one, two = base["measurement_version"], other["measurement_version"]
+    if one != two:
+        return f"measured in two ways, {one} and {two}"
     is_roof = base["section"] == SESSION_SECTION
     for name, value in base["observed"].items():
         if isinstance(value, int) and not is_roof and other["observed"].get(name, value) != value:

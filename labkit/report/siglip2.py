@@ -150,5 +150,4 @@ def published_times(rows: pd.DataFrame) -> pd.DataFrame:
     theirs["forward"] = theirs["forward_ms"] / 16
     theirs[BOTH] = theirs["forward"] + theirs["backward_ms"] / 16
     theirs = theirs.melt(["gpu", "way"], ["forward", BOTH], "phase", "published_ms")
-    ours = select(rows, batch="one size", size="so400m")
-    return facts.beside(theirs, ours, ["way", "phase"])
+    return facts.beside(theirs, select(rows, batch="one size", size="so400m"), ["way", "phase"])
