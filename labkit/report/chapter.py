@@ -130,7 +130,8 @@ class Chapter:
     def records(self, *sections: str) -> pd.DataFrame:
         """Returns the shown records of these sections, one row each; `attrs` has the device's kind.
 
-        Shown is the newest record of a measurement. The column "sessions" has the metrics of each
+        Shown is the newest record of a measurement, one of the profile key only where the grid has
+        none. The column "sessions" has the metrics of each
         session of its own commit, as `verdicts` reads them. Records of another commit enter
         nothing.
         """
