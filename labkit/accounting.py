@@ -628,8 +628,9 @@ def min_grid_tokens(
     `exact` counts what a ring sends, (N−1)/N of the size. False counts the whole size, as the CS336
     accounting exercise of 2025 does: it asks for more tokens, by data/(data − 1) where overlapped.
     """
-    tokens = (data - exact) * flops / data_bandwidth
-    tensor_share = (tensor - exact) * flops / (d_ff * tensor_bandwidth)
+    own_share = int(exact)
+    tokens = (data - own_share) * flops / data_bandwidth
+    tensor_share = (tensor - own_share) * flops / (d_ff * tensor_bandwidth)
     if tensor_share >= 1:
         return math.inf
     return tokens if overlapped else tokens / (1 - tensor_share)

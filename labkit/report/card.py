@@ -289,7 +289,7 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
             "ours": beside.get("ours", "not measured"),
         }
         in_pytorch = [f"{name}, {beside[name]}" for name in names if name in IN_PYTORCH]
-        line["PyTorch alone"] = [*in_pytorch, "not measured"][0]
+        line["PyTorch alone"] = in_pytorch[0] if in_pytorch else "not measured"
         lines.append(line)
     return pd.DataFrame(lines)
 

@@ -131,9 +131,8 @@ class Chapter:
         """Returns the shown records of these sections, one row each; `attrs` has the device's kind.
 
         Shown is the newest record of a measurement, one of the profile key only where the grid has
-        none. The column "sessions" has the metrics of each
-        session of its own commit, as `verdicts` reads them. Records of another commit enter
-        nothing.
+        none. The column "sessions" has the metrics of each session of its own commit, as `verdicts`
+        reads them. Records of another commit enter nothing.
         """
         measurements = [one for one in self._measurements() if one.shown.section in sections]
         frame = to_frame(measurement.shown for measurement in measurements)
