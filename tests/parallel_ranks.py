@@ -126,17 +126,14 @@ def alone_step(model: nn.Module, optimizer, seed: int, parts: int = 1, loss=squa
     """One process's step with the gradient that ranks have by definition: each rank's rows by
     themselves, then the mean.
     """
-    totals = dict.fromkeys(model.parameters())
     number = dist.get_world_size()
+    model.zero_grad()
     for rank in range(number):
-        model.zero_grad()
         for part in rows(number * seed + rank).chunk(parts):
             loss(model, part).backward()
-        for p, total in totals.items():
-            if p.grad is not None:
-                totals[p] = p.grad if total is None else total + p.grad
-    for p, total in totals.items():
-        p.grad = None if total is None else total / number
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= number
     optimizer.step()
 
 
@@ -219,9 +216,10 @@ def replaced(model):
     model(rows(0))
 
 
-def written(model):
-    out = model(rows(0))
-    nn.init.zeros_(next(model.parameters()))
+def written(model, write):
+    out, p = model(rows(0)), next(model.parameters())
+    p.grad = torch.ones_like(p)
+    write(p)
     out.sum().backward()
 
 
@@ -250,8 +248,9 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
     with pytest.raises(RuntimeError) as caught:
         sharded(Readout())(rows(0))
     assert "units=(the class" in caught.value.__notes__[0]
-    with pytest.raises(RuntimeError, match="parameters written after forward; accepted"):
-        written(sharded(linear()))
+    for write in (nn.init.zeros_, lambda p: torch.optim.AdamW([p], fused=True).step()):
+        with pytest.raises(RuntimeError, match="parameters written after forward; accepted"):
+            written(sharded(linear()), write)
     with pytest.raises(RuntimeError, match=r"0.weight has a gradient of this rank alone.*accepted"):
         penalised(sharded(linear()))
 

@@ -64,8 +64,10 @@ def run_tests(
     guard.move_temporary_files()
     files = sorted(f"tests/{path.name}" for path in root.glob("tests/test_*.py"))
     if not files:
-        kind = "a checkout of stanford-cs336/assignment2-systems"
-        raise RequestError(f"no tests/test_*.py in {root}; accepted: {kind}")
+        raise RequestError(
+            f"no tests/test_*.py in {root}; accepted: a checkout of "
+            "stanford-cs336/assignment2-systems"
+        )
     left = list(tests or files)
     while left:
         yield from _run_pytest(root, timeout_s, left)
@@ -87,10 +89,21 @@ def _run_pytest(root: Path, timeout_s: float, left: list[str]) -> Iterator[Outco
     """
     python = root / ".venv/bin/python"
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    command = [python if python.is_file() else sys.executable, "-P", course_tests.__file__]
-    command += [str(sender.fileno()), "--color=no", "--rootdir=.", "--tb=short"]
-    command += ["-o", "addopts=", "-o", f"pythonpath=. {BASICS}"]
-    command += ["--continue-on-collection-errors", *left]
+    command = [
+        python if python.is_file() else sys.executable,
+        "-P",
+        course_tests.__file__,
+        str(sender.fileno()),
+        "--color=no",
+        "--rootdir=.",
+        "--tb=short",
+        "-o",
+        "addopts=",
+        "-o",
+        f"pythonpath=. {BASICS}",
+        "--continue-on-collection-errors",
+        *left,
+    ]
     current = left[0]
     start = time.monotonic()
 

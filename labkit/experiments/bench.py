@@ -177,8 +177,15 @@ def _attention_call(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
 
 
 def _wrappers(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
-    arguments = case.entrants, case.parameters, case.time_limit_s
-    return distributed.run_ranks(wrapper_rank, _measured_wrapper, device, case, *arguments)
+    return distributed.run_ranks(
+        wrapper_rank,
+        _measured_wrapper,
+        device,
+        case,
+        case.entrants,
+        case.parameters,
+        case.time_limit_s,
+    )
 
 
 def wrapper_rank(

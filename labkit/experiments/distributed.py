@@ -249,8 +249,13 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
     for number, rank in enumerate(ranks):
         for name, times in rank["spans"].items():
             samples[f"rank {number} {name}"] = [time - min(starts) for time in times]
-    parameters = {**first["case"], "world_size": len(ranks)}
-    return Measured(metrics, parameters, dict(first["observed"]), samples, timing.description())
+    return Measured(
+        metrics,
+        {**first["case"], "world_size": len(ranks)},
+        dict(first["observed"]),
+        samples,
+        timing.description(),
+    )
 
 
 def _run_steps(device: Device, case: Case) -> Iterator[PhaseRun]:

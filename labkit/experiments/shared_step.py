@@ -291,17 +291,17 @@ def steps_rank(
                 mine["memory"] = step.memory
                 mine["case"] = step.described()
                 mine["observed"] = {"num_parameters": step.num_parameters}
-            if number == 0 and "alone" in phases:  # which comes first
-                table = step.profile()
-                if way == "alone":
-                    alone = table
-                mine["profile"], sent = split(table, alone)
-                mine["observed"] |= transport(sent)
-                if way in TIMELINES:
-                    computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
-                    mine["spans"] = {
-                        **spans_of("computing", computing),
-                        **spans_of("communicating", sent),
-                    }
+                if "alone" in phases:  # which comes first
+                    table = step.profile()
+                    if way == "alone":
+                        alone = table
+                    mine["profile"], sent = split(table, alone)
+                    mine["observed"] |= transport(sent)
+                    if way in TIMELINES:
+                        computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
+                        mine["spans"] = {
+                            **spans_of("computing", computing),
+                            **spans_of("communicating", sent),
+                        }
             step.close()
             yield way, mine

@@ -336,12 +336,11 @@ def group_of(transport: str, default: str, *copies: str) -> dist.ProcessGroup | 
     """
     backend = dist.get_backend()
     accepted = [default]
-    num_ctas = None
     if backend == "nccl":
         accepted += ["ctas_N (N above 0)", *copies]
         num_ctas = re.fullmatch(r"ctas_([1-9][0-9]*)", transport)
-    if num_ctas:
-        return _of_few_blocks(int(num_ctas[1]), dist.group.WORLD)
+        if num_ctas:
+            return _of_few_blocks(int(num_ctas[1]), dist.group.WORLD)
     if transport not in accepted:
         raise ValueError(
             f"transport is {transport!r}; accepted with {backend}: {', '.join(accepted)}"

@@ -61,10 +61,10 @@ def only_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients travel together; those that have none yet, by id."""
+    """Parameters whose gradients travel together, and those that have none yet."""
 
     params: list[nn.Parameter]
-    waiting_for: set[int]
+    waiting_for: set[nn.Parameter]
     work: Any = None
 
 
@@ -110,7 +110,7 @@ class GradientBuckets:
                 f"sent_as is {sent_as}; accepted: a floating dtype, where no parameter is complex"
             )
         groups = list(_grouped(params, bucket_bytes))
-        self._buckets = [_Bucket(group, set(map(id, group))) for group in groups]
+        self._buckets = [_Bucket(group, set(group)) for group in groups]
         for number, group in enumerate(groups):
             for p in group:
                 p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
@@ -120,9 +120,9 @@ class GradientBuckets:
 
     def _arrived(self, number: int, p: nn.Parameter) -> None:
         bucket = self._buckets[number]
-        if id(p) not in bucket.waiting_for:
+        if p not in bucket.waiting_for:
             raise RuntimeError(SECOND_BACKWARD)
-        bucket.waiting_for.discard(id(p))
+        bucket.waiting_for.remove(p)
         while (
             self._overlap
             and self._next < len(self._buckets)
@@ -169,7 +169,7 @@ class GradientBuckets:
                 bucket.work.wait()
         for bucket in self._buckets:
             bucket.work.wait()
-            bucket.waiting_for = set(map(id, bucket.params))
+            bucket.waiting_for = set(bucket.params)
         self._next = 0
 
 
@@ -204,10 +204,10 @@ class Wrapper(nn.Module):
     Every rank runs each forward pass. Buffers that it changes are from then on the rank's own. To
     accumulate gradients, call `finish_gradient_synchronization()` after each backward.
 
-    Raises ValueError for a module that makes sparse gradients, has a BatchNorm or an embedding with
-    max_norm and, on every rank alike, parameters or buffers whose names, shapes, dtypes or
-    requires_grad differ from rank 0's; RuntimeError where a parameter is added, replaced, moved,
-    frozen or unfrozen after wrapping; TypeError for a copy.
+    Raises ValueError for a module that makes sparse gradients, has a BatchNorm
+    or an embedding with max_norm and, on every rank alike, parameters or buffers whose names,
+    shapes, dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added,
+    replaced, moved, removed, frozen or unfrozen after wrapping; TypeError for a copy.
     """
 
     def __init__(self, module: nn.Module):
@@ -243,11 +243,13 @@ class Wrapper(nn.Module):
 
     def _begin(self) -> None:
         """To call before each forward pass."""
-        now = self._parameters_now()
-        if now != self._wrapped:
-            names = [name for name, value in now.items() if self._wrapped.get(name) != value]
-            change = f"{', '.join(names)} was added, replaced, moved, frozen or unfrozen"
-            raise RuntimeError(f"after wrapping, {change}; accepted: before it")
+        changed = dict(self._parameters_now().items() ^ self._wrapped.items())
+        if changed:
+            names = ", ".join(sorted(changed))
+            raise RuntimeError(
+                f"after wrapping, {names} was added, replaced, moved, removed, frozen or unfrozen; "
+                "accepted: before it"
+            )
 
     def __getstate__(self) -> None:
         raise TypeError(

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.parallel.collectives import (
@@ -83,6 +84,19 @@ def _refuse_use_outside(name: str, _: nn.Parameter) -> None:
         f"{name} has a gradient of this rank alone, from outside of its module; accepted: use in "
         "its module's forward pass"
     )
+
+
+def _count_write(optimizer: Optimizer, *_: Any) -> None:
+    """To call after every optimizer's step: those that are fused, or over lists, do not count as
+    writing a DTensor.
+    """
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(
+            p for p in group["params"] if hasattr(p, "_local_tensor")
+        )
+
+
+register_optimizer_step_post_hook(_count_write)
 
 
 class _Weight(_Parameter):
@@ -378,10 +392,12 @@ class FullyShardedDataParallel(Wrapper):
         """
         self._gather(layer)
         self._uses.append(layer)
-        following = self._plan[self._position : self._position + 2]
-        self._position = self._position + 1 if following[:1] == [layer] else len(self._plan)
-        if len(following) == 2 and following[0] is layer:
-            self._gather(following[1])
+        if self._plan[self._position : self._position + 1] == [layer]:
+            self._position += 1
+        else:
+            self._position = len(self._plan)
+        for following in self._plan[self._position : self._position + 1]:
+            self._gather(following)
         for weight in layer.weights:
             weight.wait()
 

@@ -283,7 +283,6 @@ def run_rank(folder: Path) -> None:
     # When it is ended it says on stderr where it stands, in a collective that hangs too.
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)
-    rank = int(os.environ["RANK"])
     local = int(os.environ["LOCAL_RANK"])
     try:
         call = pickle.loads((folder / "call").read_bytes())
@@ -295,12 +294,18 @@ def run_rank(folder: Path) -> None:
         else:
             store = dist.FileStore(str(folder / "store"), call.nproc)
         store.set_timeout(timeout)
-        group = {"store": store, "rank": rank, "world_size": call.nproc, "timeout": timeout}
+        device = None
         if call.device == "cuda":
-            torch.cuda.set_device(local)
-            dist.init_process_group("nccl", **group, device_id=torch.device("cuda", local))
-        else:
-            dist.init_process_group("gloo", **group)
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if device else "gloo",
+            timeout=timeout,
+            world_size=call.nproc,
+            rank=int(os.environ["RANK"]),
+            store=store,
+            device_id=device,
+        )
         with open(folder / f"{local}.items", "wb") as file:
             for item in function(*call.args):
                 pickle.dump(item, file)

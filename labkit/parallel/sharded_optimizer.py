@@ -126,14 +126,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         keeps as it is.
         """
         groups = []
+        known = state_dict["state"]
         state = {}
         # Other numbers of groups and parameters are refused by torch.
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             pairs = zip(saved["params"], group["params"], strict=False)
             numbers = [number for number, p in pairs if self._owners[p] == dist.get_rank()]
             groups.append({**saved, "params": numbers})
-            known = state_dict["state"].items()
-            state |= {number: values for number, values in known if number in numbers}
+            state |= {number: known[number] for number in numbers if number in known}
         self._local.load_state_dict({"state": state, "param_groups": groups})
         return {**state_dict, "state": self._local.state}
 
