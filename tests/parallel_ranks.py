@@ -201,11 +201,6 @@ def twice(model):
         model(rows(0)).sum().backward()
 
 
-def unused(model):
-    model.module[0](rows(0)).sum().backward()
-    model.finish_gradient_synchronization()
-
-
 def frozen(model):
     model.module[0].weight.requires_grad_(False)
     model(rows(0))
@@ -223,10 +218,6 @@ def written(model, write):
     out.sum().backward()
 
 
-def penalised(model):
-    next(model.parameters()).sum().backward()
-
-
 def check_misuse_of_a_wrapper_is_refused_by_name():
     def linear():
         return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
@@ -242,8 +233,10 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
     ):
         with pytest.raises(kind, match=message):
             misuse(wrapper(linear()))
+        model = wrapper(nn.Sequential(linear(), linear()))
+        model.module[0](rows(0)).sum().backward()
         with pytest.raises(RuntimeError, match=r"has no gradient on this rank; accepted: all used"):
-            unused(wrapper(nn.Sequential(linear(), linear())))
+            model.finish_gradient_synchronization()
     sharded = FullyShardedDataParallel
     with pytest.raises(RuntimeError) as caught:
         sharded(Readout())(rows(0))
@@ -252,7 +245,7 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
         with pytest.raises(RuntimeError, match="parameters written after forward; accepted"):
             written(sharded(linear()), write)
     with pytest.raises(RuntimeError, match=r"0.weight has a gradient of this rank alone.*accepted"):
-        penalised(sharded(linear()))
+        next(sharded(linear()).parameters()).sum().backward()
 
 
 def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
@@ -270,6 +263,7 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
         ),
         (lambda: FlatDataParallel(sparse), "^0 makes sparse gradients; accepted: sparse=False"),
         (lambda: FlatDataParallel(nn.BatchNorm1d(2)), "rank's batches alone; accepted: SyncB"),
+        (lambda: FlatDataParallel(nn.InstanceNorm1d(2, track_running_stats=True)), "alone"),
         (
             lambda: OverlappedDataParallel(nn.Linear(2 + rank, 2)),
             r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",

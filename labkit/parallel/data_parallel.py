@@ -204,7 +204,7 @@ class Wrapper(nn.Module):
     Every rank runs each forward pass. Buffers that it changes are from then on the rank's own. To
     accumulate gradients, call `finish_gradient_synchronization()` after each backward.
 
-    Raises ValueError for a module that makes sparse gradients, has a BatchNorm
+    Raises ValueError for a module that makes sparse gradients, has a norm with running statistics
     or an embedding with max_norm and, on every rank alike, parameters or buffers whose names,
     shapes, dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added,
     replaced, moved, removed, frozen or unfrozen after wrapping; TypeError for a copy.
@@ -219,8 +219,8 @@ class Wrapper(nn.Module):
                 refusal = "makes sparse gradients; accepted: sparse=False"
             if is_table and inside.max_norm:
                 refusal = "would scale the rows that this rank looks up; accepted: max_norm=None"
-            is_batch_norm = isinstance(inside, nn.modules.batchnorm._BatchNorm)
-            if is_batch_norm and not isinstance(inside, nn.SyncBatchNorm):
+            has_statistics = getattr(inside, "running_mean", None) is not None
+            if has_statistics and not isinstance(inside, nn.SyncBatchNorm):
                 refusal = (
                     "would keep statistics of this rank's batches alone; "
                     "accepted: SyncBatchNorm, or a norm without running statistics"
