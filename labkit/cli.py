@@ -525,13 +525,12 @@ def profile(
     """
     from labkit.configs import model_config
     from labkit.experiments import captured_step
-    from labkit.measure.profiling import ProfileError
 
     case = (model_config(size).name, str(context), precision, attention, phase)
     _writable(output.parent)
     try:
         path = captured_step.keep_capture(case, output)
-    except (ProfileError, RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError) as error:
         sys.exit(f"labkit: {error}")
     viewer = "at ui.perfetto.dev" if path.suffix == ".json" else "in Nsight Systems"
     print(f"Capture: {path} (open it {viewer})")

@@ -244,8 +244,8 @@ class FusedAdamW(torch.optim.AdamW):
 
     Raises:
         ValueError: a parameter that is not dense or of another dtype; a value out of its range;
-            amsgrad or maximize in a group; in a step, a sparse gradient, or a parameter that is of
-            another dtype, device or shape than before.
+            amsgrad or maximize in a group, whenever it is set; in a step, a sparse gradient, or a
+            parameter that is of another dtype, device or shape than before.
 
     Error budget: an update is off by at most a few fp32 roundings of itself.
     """
@@ -315,6 +315,7 @@ class FusedAdamW(torch.optim.AdamW):
         """
         loss = torch.enable_grad()(closure)() if closure else None
         for bucket in self.buckets:
+            _check_form(bucket.group)
             if runs_kernel(bucket.steps):
                 with torch.cuda.device_of(bucket.steps):
                     bucket.update()

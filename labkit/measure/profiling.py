@@ -65,7 +65,7 @@ CLASSES = (
 """Classes of kernels; "other" is what no pattern matches."""
 
 
-class ProfileError(Exception):
+class ProfileError(RuntimeError):
     """A capture that could not be made or cannot be read; the message names the file and what it
     lacks.
     """
