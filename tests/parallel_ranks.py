@@ -241,6 +241,7 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
     with pytest.raises(RuntimeError) as caught:
         sharded(Readout())(rows(0))
     assert "units=(the class" in caught.value.__notes__[0]
+    sharded(Readout(), units=(Readout,))(rows(0).requires_grad_()).sum().backward()
     for write in (nn.init.zeros_, lambda p: torch.optim.AdamW([p], fused=True).step()):
         with pytest.raises(RuntimeError, match="parameters written after forward; accepted"):
             written(sharded(linear()), write)
@@ -287,7 +288,7 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
 
 def check_no_wrapper_outlives_its_last_use():
     for wrapper in (OverlappedDataParallel, FullyShardedDataParallel):
-        module = nn.Sequential(nn.Linear(4, 4))
+        module = nn.Linear(4, 4)
         wrapped = wrapper(module)
         wrapped(rows(0)).sum().backward()
         wrapped.finish_gradient_synchronization()
@@ -312,7 +313,8 @@ def transformer(variant: str = "plain") -> TransformerLM:
     for i, block in enumerate(model.blocks):
         if variant == "compiled":
             block.compile(backend="aot_eager")
-        model.blocks[i] = Checkpointed(block) if variant == "checkpointed" else block
+        if variant == "checkpointed":
+            model.blocks[i] = Checkpointed(block)
     return model
 
 
@@ -368,8 +370,8 @@ def check_collectives_move_the_right_elements_and_count_as_nccl_tests_does():
 
 def check_an_average_sent_in_16_bits_is_rounded_twice_whatever_the_number_of_ranks():
     number = dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(number, 1001, generator=generator)
+    torch.manual_seed(0)
+    values = torch.randn(number, 1001)
     average = values[dist.get_rank()].clone()
     # The shares of the ranks cut through a tensor.
     tensors = average[:600].view(20, 30), average[600:]
@@ -383,9 +385,9 @@ def check_an_average_sent_in_16_bits_is_rounded_twice_whatever_the_number_of_ran
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     shapes = (4, 5), (5,), (3, 4), (7,)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
+    return [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
 
 
 EVENTS = "steps steps exchange steps group steps freeze steps steps".split()
@@ -403,10 +405,10 @@ def check_the_sharded_optimizer_steps_as_the_unsharded_bit_for_bit():
         sharded = ShardedOptimizer([*params[:-1], params[0]], kind, lr=0.1, **options)
         unsharded = kind(expected[:-1], lr=0.1, **options)
         for seed, event in enumerate(EVENTS):
-            generator = torch.Generator().manual_seed(seed)
+            torch.manual_seed(seed)
             if event == "steps":
                 for number, pair in enumerate(zip(params, expected, strict=True)):
-                    gradient = torch.randn(pair[0].shape, generator=generator, dtype=dtype)
+                    gradient = torch.randn(pair[0].shape, dtype=dtype)
                     for p in pair:
                         p.grad = gradient.clone() if number % 3 != seed % 3 else None
                 assert sharded.step(lambda: 7) == unsharded.step(lambda: 7) == 7

@@ -29,9 +29,14 @@ def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(transport
 
 
 def seen(way, loss, samples=(2.0, 2.0)):
-    parts = {"way": way, "samples_ms": samples, "case": STEP, "loss": loss}
-    parts["losses"] = {"alone": 9.0, "naive": 8.0}
-    return parts | {name: {} for name in ("memory", "profile", "spans", "observed")}
+    return {
+        **{name: {} for name in ("memory", "profile", "spans", "observed")},
+        "way": way,
+        "samples_ms": samples,
+        "case": STEP,
+        "loss": loss,
+        "losses": {"alone": 9.0, "naive": 8.0},
+    }
 
 
 def measured(monkeypatch, launch, *phases):

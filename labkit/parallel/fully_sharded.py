@@ -188,13 +188,13 @@ class _Layer:
         arrived: weights with a gradient to be sent.
     """
 
-    def __init__(self, uses: list[tuple]):
+    def __init__(self, uses: list[tuple], is_lookup: bool = False):
         self.uses = uses
-        gathered = [use for use in uses if isinstance(use[2], _Weight)]
-        self.weights = list(dict.fromkeys(weight for _, _, weight in gathered))
+        weights = [parameter for _, _, parameter in uses if isinstance(parameter, _Weight)]
+        self.weights = list(dict.fromkeys(weights))
         self.arrived: list[_Weight] = []
         # The gradient of a lookup does not read the table.
-        self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner, _, _ in gathered)
+        self.backward_reads = bool(weights) and not is_lookup
         for weight in self.weights:
             weight.layer = self
 
@@ -318,8 +318,10 @@ class FullyShardedDataParallel(Wrapper):
         for owner, key, parameter in uses:
             owner._parameters[key] = parameter.outer
         if uses:
+            # A unit, or a class of its own, may compute with the table too.
+            layer = _Layer(uses, is_lookup=type(module) is nn.Embedding)
             # Around what is compiled, where hooks of the module would be inside.
-            module._compiled_call_impl = functools.partial(self._run, _Layer(uses), call)
+            module._compiled_call_impl = functools.partial(self._run, layer, call)
         for child in module.children():
             self._hook(child, parameters)
 
