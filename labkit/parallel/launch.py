@@ -149,13 +149,16 @@ def lead(nodes: int, address: str, port: int) -> dist.TCPStore:
     """Makes this machine node 0 of `nodes`: while the store that it returns is there, this process
     and what it starts launch on all of them.
 
-    Raises RequestError for a port in use.
+    Raises RequestError for a port in use and, after up to ten minutes, an address of another
+    machine.
     """
     os.environ[NODES] = f"{nodes} {address} {port}"
     try:
         return dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
     except dist.DistError:
-        raise RequestError(f"port {port} is in use; accepted: a free one of this machine") from None
+        raise RequestError(
+            f"{address}:{port} is in use, or another machine's; accepted: a free port of this one"
+        ) from None
 
 
 def follow(node: int, nodes: int, address: str, port: int) -> None:
