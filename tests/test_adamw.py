@@ -21,11 +21,8 @@ CLOSE = {"rtol": 1e-6, "atol": 5e-8}
 
 
 def drawn(dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
-        for shape in SHAPES
-    ]
+    torch.manual_seed(0)
+    return [torch.nn.Parameter((torch.randn(shape) * 0.02).to(dtype)) for shape in SHAPES]
 
 
 @pytest.mark.gpu

@@ -67,8 +67,12 @@ def cases(
     is_shared = is_cuda and num_gpus() != 1
     plan = Plan(grid, ceiling_cases(grid.ceilings, grid.case_timeout_s) if is_shared else ())
     if "8b" in workload:
-        case = {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2}
-        plan.add("8b", case, *step_8b.WAYS, timeout_s=grid.board_timeout_s)
+        plan.add(
+            "8b",
+            {"size": "8b", "context": 32_768, "precision": "bf16", "world_size": 2},
+            *step_8b.WAYS,
+            timeout_s=grid.board_timeout_s,
+        )
     is_whole = not workload or "chapter" in workload
     if not is_whole and "collectives" not in workload:
         return plan
@@ -86,9 +90,13 @@ def cases(
             # Between GPUs gloo is only a rival.
             if not is_cuda or transport != "gloo" or num_bytes <= grid.most_gloo_bytes
         ]
-        parameters = {"world_size": world_size, "transport": transport}
-        # A transport that fails here would fail for every phase, each in a launch of its own.
-        plan.add("collectives", parameters, *phases, stop_at_failure=True)
+        plan.add(
+            "collectives",
+            {"world_size": world_size, "transport": transport},
+            *phases,
+            # A transport that fails here would fail for every phase, each in a launch of its own.
+            stop_at_failure=True,
+        )
     if not is_whole:
         return plan
     for size, (precision, compile, batch, name) in itertools.product(grid.sizes, grid.steps):
@@ -213,8 +221,11 @@ def _collective(case: Case, ranks: Seen) -> Measured:
     metrics |= {name: seen[name] for name in ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")}
     if on_gpus:
         metrics["launch_median_ms"] = 1e3 * seen["issue_s"]
-    parameters = case.parameters | {"world_size": seen["world_size"]}
-    return Measured(metrics, parameters, timer=timing.description())
+    return Measured(
+        metrics,
+        case.parameters | {"world_size": seen["world_size"]},
+        timer=timing.description(),
+    )
 
 
 def _run_collectives(device: Device, case: Case) -> Iterator[PhaseRun]:

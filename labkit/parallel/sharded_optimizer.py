@@ -26,8 +26,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     all parameters, `state` only those of this rank.
 
     Args:
-        params: parameters or groups of them, the same on every rank; one given twice in a group
-            counts once.
+        params: parameters or groups of them, the same on every rank, which are made contiguous; one
+            given twice in a group counts once.
         optimizer_cls: class of a torch optimizer that treats each parameter by itself, unlike
             LBFGS, and whose step needs no closure.
         kwargs: passed to it.
@@ -61,6 +61,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group["params"] = list(dict.fromkeys(group["params"]))
         check_ranks_agree([f"a parameter of {tuple(p.shape)}, {p.dtype}" for p in group["params"]])
         for p in sorted(group["params"], key=lambda p: p.nbytes, reverse=True):
+            # What is sent is the memory that they lie in.
+            p.data = p.detach().contiguous()
             owner = self._bytes.index(min(self._bytes))
             self._owners[p] = owner
             self._bytes[owner] += p.nbytes

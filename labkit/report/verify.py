@@ -58,11 +58,10 @@ def findings(folder: Path) -> list[Finding]:
 def _source(records: list[Record]) -> Finding:
     commits = sorted({record.source.get("commit", "unknown") for record in records})
     num_changed = sum(record.source.get("dirty") is not False for record in records)
-    is_fine = "unknown" not in commits and not num_changed
     detail = listing(commit[:8] for commit in commits)
     if num_changed:
         detail += f"; {count(num_changed, 'record')} of changed or unknown code"
-    return Finding("commit", is_fine, detail)
+    return Finding("commit", "unknown" not in commits and not num_changed, detail)
 
 
 def _marks(records: list[Record]) -> Finding:
