@@ -339,8 +339,9 @@ def measured(case: Case, ranks: list[dict]) -> Measured:
     timing = slowest(ranks, NUM_STEPS - NUM_TIMED, "fixed count")
     metrics = timing.metrics()
     seconds = metrics["mean_ms"] / 1e3
-    config = model_config(parameters["size"])
-    flops = accounting.phase_flops(config, 1, parameters["context"], "train_step", causal=True)
+    flops = accounting.phase_flops(
+        model_config(parameters["size"]), 1, parameters["context"], "train_step", causal=True
+    )
     ceiling = case.ceilings.get(f"sustained gemm {parameters['precision']}")
     rate = flops / seconds / 1e12
     metrics |= {

@@ -207,10 +207,11 @@ class FullyShardedDataParallel(Wrapper):
     """Trains `module` with each floating parameter of two and more dimensions sharded by rows over
     the ranks.
 
-    `parameters()` are DTensors with rank 0's values: sharded, or replicated where they are vectors
-    or have fewer rows than there are ranks. Make the optimizer afterwards. To accumulate, call
-    `finish_gradient_synchronization()` after each backward. Compile blocks before wrapping them:
-    the weights inside a compiled module are gathered together, outside of it.
+    `parameters()` are DTensors with rank 0's values: sharded, or replicated where they are vectors,
+    empty or of fewer rows than there are ranks. Make the optimizer afterwards, but register hooks
+    of parameters before, which see this rank's whole gradient: later ones are not called. To
+    accumulate, call `finish_gradient_synchronization()` after each backward. Compile blocks before
+    wrapping them: the weights inside a compiled module are gathered together, outside of it.
 
     Args:
         module: on this rank's device, the same on every rank but for the values.
@@ -262,8 +263,10 @@ class FullyShardedDataParallel(Wrapper):
         self._hook(module, parameters)
         self.symmetric_bytes = 0
         if self._peers:
-            layers = {weight.layer for weight in self._weights}
-            most = max(sum(weight.flat.numel() for weight in layer.weights) for layer in layers)
+            most = max(
+                sum(weight.flat.numel() for weight in layer.weights)
+                for layer in {weight.layer for weight in self._weights}
+            )
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
             self.symmetric_bytes = self._peers.buffer.nbytes + self._staging.buffer.nbytes
@@ -281,21 +284,26 @@ class FullyShardedDataParallel(Wrapper):
         """
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # takes seconds
 
-        mesh = DeviceMesh.from_group(dist.group.WORLD, next(module.parameters()).device.type)
+        mesh = DeviceMesh.from_group(
+            dist.group.WORLD, next(module.parameters(), torch.empty(0)).device.type
+        )
         made: dict[nn.Parameter, _Parameter] = {}
         for name, p in module.named_parameters():
             if not p.is_floating_point():
                 if p.requires_grad:
                     raise ValueError(f"{name} is {p.dtype}; accepted: real, or frozen")
                 continue
-            is_sharded = p.ndim > 1 and len(p) >= dist.get_world_size()
-            placement = Shard(0) if is_sharded else Replicate()
-            values = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None)
+            is_sharded = p.ndim > 1 and len(p) >= dist.get_world_size() and p.numel()
+            values = distribute_tensor(
+                p.detach(),
+                mesh,
+                [Shard(0) if is_sharded else Replicate()],
+                src_data_rank=None,
+            )
             if is_sharded:
                 made[p] = _Weight(name, p, values, self.compute_dtype)
                 if p.requires_grad:
-                    hook = weakly(self._arrived, len(self._weights))
-                    p.register_post_accumulate_grad_hook(hook)
+                    p.register_post_accumulate_grad_hook(weakly(self._arrived, len(self._weights)))
                 self._weights.append(made[p])
             else:
                 made[p] = _Parameter(name, p, values)
@@ -421,8 +429,7 @@ class FullyShardedDataParallel(Wrapper):
             for owner, key, parameter in layer.uses:
                 owner._parameters[key] = parameter.outer
             # Recomputed in backward: its own backward comes next. Used again at once: it stays.
-            following = self._plan[self._position : self._position + 1]
-            if self._running is None and following != [layer]:
+            if self._running is None and self._plan[self._position : self._position + 1] != [layer]:
                 for weight in layer.weights:
                     weight.free()
         if layer.backward_reads:
