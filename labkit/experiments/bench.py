@@ -462,8 +462,8 @@ def _entrant(function: Callable | str, folder: Path) -> Entrant:
     try:
         if isinstance(function, str):
             file, _, name = function.rpartition(":")
-            if not file or not name:
-                raise ValueError("no file, or no name")
+            if not file.endswith(".py") or not name:
+                raise ValueError("no file of Python, or no name")
             source = Path(file).read_text(encoding="utf-8")
         else:
             name = function.__qualname__

@@ -356,5 +356,10 @@ def measured(case: Case, ranks: list[dict]) -> Measured:
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks) or None,
     }
     observed = {f"num_{level}": first["levels"].count(level) for level in CONTEXTS}
-    samples = {"step_ms": list(timing.samples_ms), "loss": losses}
-    return Measured(metrics, dict(parameters), observed, samples, timing.description())
+    return Measured(
+        metrics,
+        dict(parameters),
+        observed,
+        {"step_ms": list(timing.samples_ms), "loss": losses},
+        timing.description(),
+    )
