@@ -202,6 +202,11 @@ class _Layer:
         """Returns how often each parameter has been written."""
         return [parameter.outer._version for _, _, parameter in self.uses]
 
+    def show_outer(self) -> None:
+        """Puts the DTensors into their places."""
+        for owner, key, parameter in self.uses:
+            owner._parameters[key] = parameter.outer
+
 
 class FullyShardedDataParallel(Wrapper):
     """Trains `module` with each floating parameter of two and more dimensions sharded by rows over
@@ -226,6 +231,10 @@ class FullyShardedDataParallel(Wrapper):
             gradient's pieces to the ranks that add them, through memory as large as the largest
             layer; weights of one dtype only. "ctas_N": NCCL with at most N thread blocks. Both on
             NCCL's GPUs only.
+
+    What a layer returns is searched for tensors in tuples, lists, dicts and one dataclass around
+    them. Backward from tensors in other objects, classes derived from dict too, and from a gradient
+    (`create_graph`) ends in torch's "storage of size 0".
 
     Attributes:
         symmetric_bytes: of memory that copies are read from; torch's allocator does not count it.
@@ -323,11 +332,10 @@ class FullyShardedDataParallel(Wrapper):
             for key, p in owner._parameters.items()
             if p in own and p in parameters
         ]
-        for owner, key, parameter in uses:
-            owner._parameters[key] = parameter.outer
         if uses:
             # A unit, or a class of its own, may compute with the table too.
-            layer = _Layer(uses, is_lookup=type(module) is nn.Embedding)
+            layer = _Layer(uses, type(module) is nn.Embedding)
+            layer.show_outer()
             # Around what is compiled, where hooks of the module would be inside.
             module._compiled_call_impl = functools.partial(self._run, layer, call)
         for child in module.children():
@@ -426,8 +434,7 @@ class FullyShardedDataParallel(Wrapper):
         try:
             output = call(*args, **kwargs)
         finally:
-            for owner, key, parameter in layer.uses:
-                owner._parameters[key] = parameter.outer
+            layer.show_outer()
             # Recomputed in backward: its own backward comes next. Used again at once: it stays.
             if self._running is None and self._plan[self._position : self._position + 1] != [layer]:
                 for weight in layer.weights:
