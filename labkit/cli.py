@@ -87,8 +87,13 @@ def main() -> None:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR if isinstance(error, RequestError) else 1)
     except OSError as error:
-        expected = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
-        if error.errno not in expected:
+        if error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EROFS,
+            errno.EACCES,
+            errno.ENAMETOOLONG,
+        ):
             raise
         print(f"labkit: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
         sys.exit(1)

@@ -107,16 +107,19 @@ def cases(
             if way in grid.ways[name] and (is_cuda or not way.endswith(("copy", "blocks")))
         ]
         for world_size in here[RANKS_OF.get(name, slice(-1, None))]:
-            parameters = {
-                "size": size,
-                "context": grid.context,
-                "precision": precision,
-                "compile": compile,
-                # A negative batch is that of all ranks together.
-                "batch": batch if batch > 0 else max(1, -batch // world_size),
-                "world_size": world_size,
-            }
-            plan.add("steps", parameters, *phases)
+            plan.add(
+                "steps",
+                {
+                    "size": size,
+                    "context": grid.context,
+                    "precision": precision,
+                    "compile": compile,
+                    # A negative batch is that of all ranks together.
+                    "batch": batch if batch > 0 else max(1, -batch // world_size),
+                    "world_size": world_size,
+                },
+                *phases,
+            )
     return plan
 
 

@@ -355,11 +355,10 @@ def measured(case: Case, ranks: list[dict]) -> Measured:
         "watts": first["watts"],
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks) or None,
     }
-    observed = {f"num_{level}": first["levels"].count(level) for level in CONTEXTS}
     return Measured(
         metrics,
         dict(parameters),
-        observed,
+        {f"num_{level}": first["levels"].count(level) for level in CONTEXTS},
         {"step_ms": list(timing.samples_ms), "loss": losses},
         timing.description(),
     )
