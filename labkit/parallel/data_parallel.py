@@ -243,6 +243,7 @@ class Wrapper(nn.Module):
 
     def _begin(self) -> None:
         """To call before each forward pass."""
+        # What only one of the two has: names that are new or gone, and those of another value.
         changed = dict(self._parameters_now().items() ^ self._wrapped.items())
         if changed:
             names = ", ".join(sorted(changed))
