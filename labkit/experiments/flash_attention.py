@@ -46,25 +46,26 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         parameters = {**grid.tiles_shape, "precision": "bf16"}
         parameters |= zip(TILE_FIELDS, tile, strict=True)
         plan.add("tiles", parameters, "forward", compiles=True)
-    sustained = tuple(f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained)
     ranking = {
         **plan.limits,
         "compiles": True,
         "time_limit_s": grid.rivals_time_limit_s,
         "is_ranking": True,
-        "sustained": sustained,
+        "sustained": tuple(f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained),
     }
     for shape in grid.rivalries:
-        parameters = {**shape, "precision": "bf16"}
-        plan.append(contest_case("rivals", "attention", parameters, grid.rivals, **ranking))
+        plan.append(
+            contest_case(
+                "rivals", "attention", {**shape, "precision": "bf16"}, grid.rivals, **ranking
+            )
+        )
     # Shape by shape what is timed in turn, and what is timed alone.
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
-            all_lengths = {d_head: grid.lengths}
             here = [
                 impl
                 for impl in impls
-                if length in grid.by_shape.get(impl, all_lengths).get(d_head, ())
+                if length in grid.by_shape.get(impl, {d_head: grid.lengths}).get(d_head, ())
             ]
             shape = _one_head(length, d_head, precision)
             in_turn = [impl for impl in here if impl not in MATERIALISING]
@@ -80,10 +81,14 @@ def cases(profile: str, device_kind: str) -> list[Case]:
             )
             for impl in here:
                 if impl in MATERIALISING:
-                    case = {**shape, "timed": f"alone: {impl}"}
-                    phases = tuple(f"{impl} {name}" for name in PASSES)
                     plan.append(
-                        ContestCase("speed", case, phases, compiles=impl != "eager", **plan.limits)
+                        ContestCase(
+                            "speed",
+                            {**shape, "timed": f"alone: {impl}"},
+                            tuple(f"{impl} {name}" for name in PASSES),
+                            compiles=impl != "eager",
+                            **plan.limits,
+                        )
                     )
     for precision, impls in grid.memory_impls.items():
         for impl, length in itertools.product(impls, grid.memory_lengths):

@@ -78,18 +78,18 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     for precision in grid.accuracy if is_gpu else ("fp32",):
         plan.add("accuracy", {"size": grid.size, "precision": precision}, *IMPLS)
     for operation, rows, columns in grid.kernels:
-        parameters = {"operation": operation, "rows": rows, "columns": columns, "precision": dtype}
-        case = contest_case(
-            "kernels",
-            operation,
-            parameters,
-            grid.kernel_impls,
-            DEFINITIONS[operation].passes,
-            # A product that torch.compile has chosen stays: it is chosen with the GPU to itself.
-            compiles=any(DEFINITIONS[operation].elements),
-            **plan.limits,
+        plan.append(
+            contest_case(
+                "kernels",
+                operation,
+                {"operation": operation, "rows": rows, "columns": columns, "precision": dtype},
+                grid.kernel_impls,
+                DEFINITIONS[operation].passes,
+                # A product that torch.compile chose stays: it is chosen with the GPU to itself.
+                compiles=any(DEFINITIONS[operation].elements),
+                **plan.limits,
+            )
         )
-        plan.append(case)
     return plan
 
 

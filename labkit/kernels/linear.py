@@ -45,6 +45,8 @@ def dropout_kernel(x_ptr, out_ptr, seed_ptr, p, num_elements):
     """Elements of m ∘ x / (1 − p), all dense."""
     program = tl.program_id(0).to(tl.int64)
     bits = tl.randint4x(tl.load(seed_ptr), program * RUN + tl.arange(0, RUN), n_rounds=ROUNDS)
+    # The compiler hands a Python number over in fp64, which every element would then be.
+    p = tl.cast(p, tl.float32)
     scale = 1 / (1 - p)
     for run in tl.static_range(4):
         place = program * (4 * RUN) + run * RUN + tl.arange(0, RUN)
@@ -58,8 +60,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     """Returns m ∘ x / (1 − p); `seed` is one int64 on its device."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    grid = (-(-x.numel() // (4 * RUN.value)),)
-    wrap_triton(dropout_kernel)[grid](x, out, seed, p, x.numel())
+    wrap_triton(dropout_kernel)[(-(-x.numel() // (4 * RUN.value)),)](x, out, seed, p, x.numel())
     return out
 
 

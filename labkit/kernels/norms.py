@@ -125,6 +125,8 @@ def norm_fwd_kernel(
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
         # Beyond C are zeros, which are not at the mean and must not count.
         x = tl.where(cols < C, x - mean, 0.0)
+    # The compiler hands a Python number over in fp64, which every element would then be.
+    eps = tl.cast(eps, tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / C + eps)
     tl.store(scale_ptr + rows, scale, mask=rows < num_rows)
     y = x * scale * weight

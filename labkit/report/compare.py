@@ -305,8 +305,10 @@ def findings(comparison: Comparison) -> list[str]:
             ratio = times(row["ratio"])
             lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
     for name, rows in select(comparison.apart, why="did not fit").groupby("measured on"):
-        number = count(len(rows), "measurement")
-        lines.append(f"{number} fit on {name} alone, such as {_label(rows.iloc[0])}.")
+        lines.append(
+            f"{count(len(rows), 'measurement')} fit on {name} alone, such as "
+            f"{_label(rows.iloc[0])}."
+        )
     return lines
 
 
