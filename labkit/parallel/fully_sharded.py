@@ -302,7 +302,7 @@ class FullyShardedDataParallel(Wrapper):
                 if p.requires_grad:
                     raise ValueError(f"{name} is {p.dtype}; accepted: real, or frozen")
                 continue
-            is_sharded = p.ndim > 1 and len(p) >= dist.get_world_size() and p.numel()
+            is_sharded = p.ndim > 1 and len(p) >= dist.get_world_size() and p.numel() > 0
             values = distribute_tensor(
                 p.detach(),
                 mesh,
@@ -404,17 +404,21 @@ class FullyShardedDataParallel(Wrapper):
         for weight in missing:
             weight.works = works
 
+    def _expected(self) -> list[_Layer]:
+        """Returns the layer that came next in the iteration before, or none."""
+        return self._plan[self._position : self._position + 1]
+
     def _use(self, layer: _Layer) -> None:
         """Makes the layer's weights whole, and starts to gather those that came next in the
         iteration before.
         """
         self._gather(layer)
         self._uses.append(layer)
-        if self._plan[self._position : self._position + 1] == [layer]:
+        if self._expected() == [layer]:
             self._position += 1
         else:
             self._position = len(self._plan)
-        for following in self._plan[self._position : self._position + 1]:
+        for following in self._expected():
             self._gather(following)
         for weight in layer.weights:
             weight.wait()
@@ -436,7 +440,7 @@ class FullyShardedDataParallel(Wrapper):
         finally:
             layer.show_outer()
             # Recomputed in backward: its own backward comes next. Used again at once: it stays.
-            if self._running is None and self._plan[self._position : self._position + 1] != [layer]:
+            if self._running is None and self._expected() != [layer]:
                 for weight in layer.weights:
                     weight.free()
         if layer.backward_reads:

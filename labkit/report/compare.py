@@ -138,7 +138,8 @@ def _hindrance(base: Row | None, other: Row | None) -> str:
             status = words.get(row["status"], row["status"])
             reason = row["reason"].split("\n")[0]
             return f"{status}: {reason[:80]}"
-    one, two = base["measurement_version"], other["measurement_version"]
+    one = base["measurement_version"]
+    two = other["measurement_version"]
     if one != two:
         return f"measured in two ways, {one} and {two}"
     is_roof = base["section"] == SESSION_SECTION
