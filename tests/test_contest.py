@@ -70,15 +70,14 @@ on_cpu = pytest.mark.usefixtures("on_a_cpu")
 SHAPE = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, "precision": "fp32"}
 
 
-def contest_case(*impls: str, names=PASSES, is_ranking=False, **changes) -> ContestCase:
+def contest_case(*impls: str, names=PASSES, **changes) -> ContestCase:
     phases = tuple(f"{impl} {name}" for name in names for impl in impls)
-    parameters = {**SHAPE, **changes}
-    return ContestCase("speed", parameters, phases, 60.0, 0.01, is_ranking=is_ranking)
+    return ContestCase("speed", SHAPE | changes, phases, 60.0, 0.01)
 
 
 def tile_case(block_q: int) -> Case:
     tile = {"block_q": block_q, "block_k": 16, "num_warps": 4, "num_stages": 1}
-    return Case("tiles", {**SHAPE, **tile}, ("forward",), 60.0, 0.01)
+    return Case("tiles", SHAPE | tile, ("forward",), 60.0, 0.01)
 
 
 measure = functools.partial(measure_all, run_case)
@@ -138,33 +137,35 @@ def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeyp
     assert ratio("in turn") is None
 
 
-def test_where_no_graph_holds_one_all_are_timed_call_by_call(monkeypatch):
-    failures = {"graph": RuntimeError("not permitted when stream is capturing")}
-    gpu = Device("cuda", "a GPU", "a-gpu")
-    operation = types.SimpleNamespace(device=gpu, rounds=range, method="graph", num_warmup=1)
+GPU = Device("cuda", "a GPU", "a-gpu")
+OPERATION = types.SimpleNamespace(device=GPU, rounds=range, method="graph", num_warmup=1)
+
+
+def test_what_no_graph_holds_is_timed_call_by_call_beside_the_baseline(monkeypatch):
+    failures = [RuntimeError("not permitted when stream is capturing")]
 
     def compare(calls, *, method, **_):
-        if method in failures:
-            raise failures[method]
-        return method
+        if method == "graph" and "waits" in calls:
+            raise failures[-1]
+        return contest.Comparison(dict.fromkeys(calls, method), {})
 
     monkeypatch.setattr(contest, "compare", compare)
-    monkeypatch.setattr(contest.timer, "captured_once", lambda call: None)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))
-    assert contest._compared(operation, {}, "ours", 5) == "flush"
-    failures["graph"] = torch.OutOfMemoryError("no room")
+    monkeypatch.setattr(contest, "_fits_a_graph", "ours".__eq__)
+    calls = {"ours": "ours", "waits": "waits"}
+    for baseline, method in (("ours", "graph"), ("waits", "flush")):
+        timings = contest._compared(OPERATION, calls, baseline, 5).timings
+        assert timings == {"ours": method, "waits": "flush"}
+    failures.append(torch.OutOfMemoryError("no room"))
     with pytest.raises(torch.OutOfMemoryError):
-        contest._compared(operation, {}, "ours", 5)
+        contest._compared(OPERATION, calls, "ours", 5)
 
 
 @pytest.mark.gpu
 def test_a_call_that_waits_for_the_gpu_is_in_no_graph_and_spoils_nothing():
-    gpu = Device("cuda", "a GPU", "a-gpu")
-    operation = types.SimpleNamespace(device=gpu, rounds=range, method="graph", num_warmup=1)
     x = torch.ones(3, device="cuda")
     calls = {"ours": x.clone, "waits": lambda: x.sum().item()}
-    timings = contest._compared(operation, calls, "ours", 5).timings
-    assert {one.method for one in timings.values()} == {"flush"}
+    timings = contest._compared(OPERATION, calls, "ours", 5).timings
+    assert [one.method for one in timings.values()] == ["graph", "flush"]
     assert torch.rand(3, device="cuda").sum() > 0
 
 

@@ -56,8 +56,7 @@ MIN_ROUNDS = 6
 """
 
 MAX_ROUNDS = 10
-MAX_RANKING_ROUNDS = 15
-"""The most samples; the second where candidates are ranked."""
+"""The most samples."""
 
 ORACLE_SCORES = 2**25
 """fp64 scores that are held at once (256 MiB a matrix), whatever the length."""
@@ -111,7 +110,7 @@ class Implementation:
 class ContestCase(Case):
     """A case whose worker imports `modules` first, which register implementations.
 
-    Where candidates are ranked there are more samples, and times by events beside them.
+    Where candidates are ranked there are times by events beside the others.
     """
 
     modules: tuple[str, ...] = ()
@@ -523,8 +522,7 @@ def time_in_turn(
     once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
     least_ms = timer.GRAPH_REPLAY_MS if kind == "cuda" else 0
     round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
-    max_rounds = MAX_RANKING_ROUNDS if case.is_ranking else MAX_ROUNDS
-    num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * case.time_limit_s / round_ms)))
+    num_rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * case.time_limit_s / round_ms)))
     with Monitor(kind) as monitor:
         reference = operation.baseline if has_baseline else impls[0]
         comparison = _compared(operation, calls, reference, operation.num_rounds or num_rounds)
@@ -550,17 +548,16 @@ def time_in_turn(
 def _compared(
     operation: Operation, calls: dict[str, Callable], baseline: str, num_rounds: int
 ) -> Comparison:
-    """Returns the comparison of calls on CUDA graphs; where none can hold one of them, as of one
-    that waits for the device, of all call by call.
+    """Returns the comparison of calls on CUDA graphs. One that no graph can hold, as it waits for
+    the device, is compared with the baseline call by call.
     """
     kind = operation.device.kind
 
-    def compared(method: str) -> Comparison:
-        rounds = operation.rounds(num_rounds)
+    def compared(calls: dict[str, Callable], method: str) -> Comparison:
         return compare(
             calls,
             baseline=baseline,
-            rounds=rounds,
+            rounds=operation.rounds(num_rounds),
             device_kind=kind,
             method=method,
             num_warmup=operation.num_warmup,
@@ -568,13 +565,25 @@ def _compared(
 
     method = operation.method if kind == "cuda" else "host"
     try:
-        return compared(method)
+        return compared(calls, method)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         if method != "graph":
             raise
-        # A capture that broke off leaves PyTorch's random numbers in it, and the next to draw any
-        # fails; a whole one takes them out.
-        timer.captured_once(torch.zeros(1, device=kind).zero_)
-        return compared("flush")
+    by_call = compared(calls, "flush")
+    replayed = {impl: call for impl, call in calls.items() if _fits_a_graph(call)}
+    if baseline not in replayed:
+        return by_call
+    by_graph = compared(replayed, "graph")
+    return Comparison(by_call.timings | by_graph.timings, by_call.ratio | by_graph.ratio)
+
+
+def _fits_a_graph(call: Callable) -> bool:
+    with contextlib.suppress(RuntimeError):
+        timer.captured_once(call)
+        return True
+    # A capture that broke off leaves PyTorch's random numbers in it, and the next to draw any
+    # fails; a whole one takes them out.
+    timer.captured_once(torch.zeros(1, device="cuda").zero_)
+    return False
