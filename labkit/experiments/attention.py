@@ -115,7 +115,7 @@ class AttentionCall:
 
     def __init__(self, device: Device, parameters: dict):
         self.device, self.impl = device, parameters["impl"]
-        self.mask = {"causal": True} if parameters.get("causal") else {}
+        self.causal = parameters.get("causal", False)
         self.is_compiled = self.impl.startswith("compiled")
         empty_cache()
         heads = [1] if self.impl in WITH_HEADS else []
@@ -133,11 +133,11 @@ class AttentionCall:
             self.function = FORMULAS[self.impl]
         else:
             self.function = functools.partial(attention, impl=self.impl)
-            if reason := unavailable_reason(self.impl, *self.inputs[:2], causal=bool(self.mask)):
+            if reason := unavailable_reason(self.impl, *self.inputs[:2], causal=self.causal):
                 raise Skip(reason)
 
     def forward(self) -> Tensor:
-        return self.function(*self.inputs, **self.mask)
+        return self.function(*self.inputs, causal=self.causal)
 
     def forward_for_backward(self) -> tuple[Tensor, Tensor]:
         """Returns what `Tensor.backward` takes, after a forward pass of its own; earlier gradients
@@ -199,7 +199,9 @@ class AttentionCall:
         """Output and gradients of the batch's last sequence in fp64, by the formula, some queries
         at a time.
         """
-        formula = functools.partial(attention_formula, **self.mask)
+        formula = functools.partial(attention_formula, causal=self.causal)
+        # In a cached block of the scores' size it would leave no room for the next scores.
+        empty_cache()
         return by_formula(formula, [x[-1] for x in self.inputs], [self.grad_out[-1]])
 
 

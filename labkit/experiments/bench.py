@@ -172,7 +172,7 @@ def _attention_call(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
     implementation = IMPLEMENTATIONS[_enter(case)][label]
     for name in ("forward", "forward_backward"):
         watched(device, shape).judge(label, name)
-    attention.enter(label, functools.partial(implementation.function, causal=False))
+    attention.enter(label, implementation.function)
     return attention.run_case(case)
 
 
