@@ -186,11 +186,7 @@ def num_usable_cores() -> int:
 
 
 def has_gpu_driver() -> bool:
-    """Returns False only where torch cannot have a GPU: without NVIDIA's driver library and AMD's
-    device.
-    """
-    if os.path.exists("/dev/kfd"):
-        return True
+    """Returns False only where torch cannot have a GPU: without NVIDIA's driver library."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -282,20 +278,16 @@ def environment(device: Device) -> dict[str, Any]:
 
 
 def gpu_limits() -> dict[str, Any]:
-    """Returns the GPU's maximal clocks (MHz) and enforced power limit (W), as far as NVML says
+    """Returns the GPU's maximal SM clock (MHz) and enforced power limit (W), as far as NVML says
     them: of a MIG slice, and of many laptops, it does not.
     """
     limits = {}
     with open_nvml() as (nvml, handle):
         if not handle:
             return limits
-        clocks = {
-            "max_sm_clock_mhz": nvml.NVML_CLOCK_SM,
-            "max_memory_clock_mhz": nvml.NVML_CLOCK_MEM,
-        }
-        for name, clock in clocks.items():
-            with contextlib.suppress(nvml.NVMLError):
-                limits[name] = nvml.nvmlDeviceGetMaxClockInfo(handle, clock)
+        with contextlib.suppress(nvml.NVMLError):
+            clock = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+            limits["max_sm_clock_mhz"] = clock
         with contextlib.suppress(nvml.NVMLError):
             limits["power_limit_w"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     return limits

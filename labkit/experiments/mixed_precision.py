@@ -336,7 +336,6 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
     # The embedding's rows are not all seen.
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
     losses = []
-    num_skipped = 0
     looks = defaultdict(list)
     for number, sequences in enumerate(data):
         step.optimizer.zero_grad()
@@ -349,17 +348,13 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
             looks["look_step"].append(number)
             looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))
             looks["zero_logit_gradients"].append(_share([logits.grad == 0]))
-        scale = scaler.get_scale()
         step.optimize()
-        num_skipped += scaler.get_scale() < scale
         losses.append(loss.item())
     finite = [loss if math.isfinite(loss) else None for loss in losses]
     last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
     unmoved = [p == 1 for p in model.parameters() if p.dim() == 1]  # gains begin as 1
     metrics = {
         "final_loss": None if None in last else sum(last) / len(last),
-        "num_skipped_steps": num_skipped,
-        "final_loss_scale": scaler.get_scale(),
         "unmoved_gains": _share(unmoved),
     }
     described = parameters | {"precision": step.live_precision(), "size": model.config.name}
