@@ -56,6 +56,9 @@ def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatc
     assert throttled == ["hardware thermal slowdown", "software power cap"]
     assert monitor.summary["disturbed"] and monitor.summary["foreign_processes"] == 1
     assert "other processes on the GPU: 1" in monitor.summary["disturbed_by"]
+    monkeypatch.setattr(monitor_module, "LONGEST_COUNT_S", 0)
+    monitor._read()
+    assert monitor.readings[-1].energy_mj is None
 
 
 class FakeHost:

@@ -215,7 +215,7 @@ def test_the_bootstrap_interval_holds_the_true_median_as_often_as_it_says():
     generator = np.random.default_rng(0)
     num_held = 0
     for _ in range(200):
-        _, low, high = bootstrap_median(generator.exponential(size=30), generator, 200)
+        _, low, high = bootstrap_median(generator.exponential(size=30), generator)
         num_held += low <= math.log(2) <= high
     # 95 % of 200 with a standard deviation of three: outside of four of these it would not be a 95
     # % interval.

@@ -217,7 +217,6 @@ def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
         metrics |= {
             "overflowed_fraction": float((~mean_square.isfinite()).double().mean()),
             "vanished_fraction": float(vanished.double().mean()),
-            "epsilon": float(torch.tensor(epsilon, dtype=mean_square.dtype)),
         }
     finite = result.isfinite().all(-1)
     metrics |= {

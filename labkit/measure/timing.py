@@ -433,16 +433,17 @@ def compare(
 
 
 def bootstrap_median(
-    values: np.ndarray, generator: np.random.Generator, num_resamples: int = 2000
+    values: np.ndarray, generator: np.random.Generator
 ) -> tuple[float, float, float]:
     """Returns the median of `values` and its bootstrap 95 % interval (Efron 1979, percentile
-    method); raises ValueError for fewer than two, which would be certain of themselves.
+    method, 2,000 resamples); raises ValueError for fewer than two, which would be certain of
+    themselves.
 
     No interval within the range of a few values holds the true median with 95 %: the whole range of
     two does with 50 %, of three with 75 %, of four with 87.5 %, of five with 94 %.
     """
     if len(values) < 2:
         raise ValueError(f"an interval of {len(values)} values; accepted: 2 and more")
-    medians = np.median(generator.choice(values, (num_resamples, len(values))), axis=1)
+    medians = np.median(generator.choice(values, (2000, len(values))), axis=1)
     low, high = np.quantile(medians, (0.025, 0.975)).tolist()
     return float(np.median(values)), low, high
