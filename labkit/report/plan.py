@@ -346,8 +346,8 @@ def measured_roofs(chapter: Chapter) -> Roofs | None:
     gpu = chapter.gpu
     if "copy" not in rates or len(rates) < 2 or not gpu.get("memory_bytes"):
         return None
-    steps = select(chapter.records("steps", "execution"), phase=["train_step", "graph_step"])
-    steps = usable(steps, "watts")
+    # Between launched kernels a GPU waits for the host and draws less.
+    steps = usable(select(chapter.records("execution"), phase="graph_step"), "watts")
     ways = [_way(row) for row in steps.to_dict("records")]
     drawn = steps["watts"].groupby(ways).median().to_dict()
     source = f"measured on {chapter.asked_device}"
@@ -453,27 +453,29 @@ def memory_errors(devices: Iterable[Chapter]) -> pd.DataFrame:
 
 
 def fitted(measured: pd.DataFrame, way: str) -> dict[str, float]:
-    """Returns coefficients of `terms` for a way, none below 0.
+    """Returns coefficients of `terms` for a way.
 
     Those of "eager", of which most steps are recorded, have the least squares of relative errors;
     of another way the parts OF_A_WAY are theirs times a factor.
     """
     eager = select(measured, way="eager")
     rows = eager[list(BOUND)].div(eager["measured"], axis=0)
-    coefficients = _least_squares(rows, np.ones(len(eager)))
+    # No part is faster than its roof.
+    beyond = _least_squares(rows, 1 - rows.sum(axis=1))
+    coefficients = {part: 1 + value for part, value in beyond.items()}
     if way == "eager":
         return coefficients
     alike = select(measured, way=way)
     parts = alike[list(BOUND)].mul(coefficients).div(alike["measured"], axis=0)
     own = parts[list(OF_A_WAY)].T.groupby(OF_A_WAY).sum().T
     others = parts.drop(columns=list(OF_A_WAY)).sum(axis=1)
-    factors = _least_squares(own, 1 - others.to_numpy())
+    factors = _least_squares(own, 1 - others)
     return {
         part: value * factors.get(OF_A_WAY.get(part), 1.0) for part, value in coefficients.items()
     }
 
 
-def _least_squares(rows: pd.DataFrame, target: np.ndarray) -> dict[str, float]:
+def _least_squares(rows: pd.DataFrame, target: pd.Series) -> dict[str, float]:
     """Returns a coefficient for each column, 0 in place of one below."""
     names = [name for name in rows if rows[name].any()]
     while True:
@@ -481,7 +483,7 @@ def _least_squares(rows: pd.DataFrame, target: np.ndarray) -> dict[str, float]:
         values = np.linalg.lstsq(matrix, target, rcond=None)[0]
         if (values >= 0).all():
             return dict.fromkeys(rows, 0.0) | dict(zip(names, values, strict=True))
-        names.pop(int(np.argmin(values * np.linalg.norm(matrix, axis=0))))
+        names.pop(np.argmin(values * np.linalg.norm(matrix, axis=0)))
 
 
 def predicted(coefficients: Mapping[str, float], setting: Setting, roofs: Roofs) -> dict:
