@@ -121,7 +121,7 @@ def _of_one_unit(row: Row) -> Row:
     unit = "gb_per_s" if row["kind"] == "copy" else "tflops"
     time = 1e3 / row.get(f"sustained_{unit}", math.nan)
     # A roof is measured anew by every session; the newest counts.
-    return row | {"sustained_ms": time, "median_ms": None, "peak_bytes": None, "sessions": None}
+    return row | dict.fromkeys(VALUES) | {"sustained_ms": time, "sessions": None}
 
 
 def _hindrance(base: Row | None, other: Row | None) -> str:
