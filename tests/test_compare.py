@@ -48,9 +48,14 @@ def written(root, device, content):
     store = RecordStore(root / device / "records" / f"{NOTEBOOK}.jsonl")
     store.path.parent.mkdir(parents=True)
     for context, fields in content.items():
-        known = metrics(10.0) | {"section": "execution", "phase": "graph_step"}
-        known |= {"measurement_version": 2, "timer": {"method": "graph"}, "session": device}
-        known["case"] = {"size": "small", "context": context, "precision": "bf16", "batch": 4}
+        known = metrics(10.0) | {
+            "section": "execution",
+            "phase": "graph_step",
+            "measurement_version": 2,
+            "timer": {"method": "graph"},
+            "session": device,
+            "case": {"size": "small", "context": context, "precision": "bf16", "batch": 4},
+        }
         store.append(Record(notebook=NOTEBOOK, device=device, **known | fields))
     return compare.side(device, root)
 

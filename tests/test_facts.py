@@ -149,30 +149,30 @@ def test_sessions_that_agree_decide_what_the_samples_of_one_could_not():
 
 def test_calls_of_two_hosts_decide_nothing_where_the_host_sets_their_time():
     held = {"phase": "train_step", "launch_median_ms": 9.5, "host_median_ms": 10.0}
-    base = row(**held)
-    other = row("bf16", 6.0, session="b", **held)
-    assert compare_rows(base, other).verdict == "undecided"
-    assert compare_rows(base, other | {"session": "a"}).verdict == "ahead"
+    base = row(sustained_ms=10.0, **held)
+    other = row("bf16", 6.0, sustained_ms=6.0, session="b", **held)
+    for value in ("median_ms", "sustained_ms"):
+        assert compare_rows(base, other, value).verdict == "undecided"
+        assert compare_rows(base, other | {"session": "a"}, value).verdict == "ahead"
 
 
 def test_a_session_of_another_commit_enters_no_number_range_or_count(tmp_path):
     store = RecordStore(tmp_path / "gpu" / "records" / "01_benchmarking.jsonl")
     store.path.parent.mkdir(parents=True)
     for session, commit, ms in (("old", "1", 50.0), ("first", "2", 10.2), ("last", "2", 10.0)):
-        record = Record(
-            notebook="01_benchmarking",
-            section="execution",
-            case={"size": "2.7b"},
-            phase="graph_step",
-            device="gpu",
-            measurement_version=1,
-            metrics={"median_ms": ms},
-            timer={"method": "window"},
-            source={"commit": commit * 40},
-            session=session,
-            recorded_at="2026-01-01T00:00:00+00:00",
+        store.append(
+            Record(
+                notebook="01_benchmarking",
+                section="execution",
+                case={"size": "2.7b"},
+                phase="graph_step",
+                device="gpu",
+                measurement_version=1,
+                metrics={"median_ms": ms},
+                source={"commit": commit},
+                session=session,
+            )
         )
-        store.append(record)
     chapter = Chapter("01_benchmarking", device="gpu", output=str(tmp_path))
     shown = only(chapter.records("execution"), size="2.7b")
     assert verdicts.by_session(shown, "median_ms") == {"first": 10.2, "last": 10.0}

@@ -229,7 +229,7 @@ class Comparison:
 def roofs(comparison: Comparison) -> pd.DataFrame:
     """Returns the card's rows: matrix products and the copy, and the longest device times."""
     rows = comparison.common
-    roof = select(rows, section=SESSION_SECTION, kind=verdicts.SUSTAINED)
+    roof = select(rows, section=SESSION_SECTION)
     longest = select(rows, kind=verdicts.DEVICE).sort_values("base", ascending=False)
     # The longest of each chapter, so that no chapter fills the table.
     longest = longest.groupby("chapter").head(2)
@@ -288,7 +288,6 @@ def findings(comparison: Comparison) -> list[str]:
     """Returns what the comparison says in sentences: the tally of each kind of time, the extremes,
     and what fits on one device alone.
     """
-    other = comparison.other
     unmarked = comparison.common[comparison.common["mark"] == ""]
     is_roof = unmarked["section"] == SESSION_SECTION
     # Of a kernel shorter than that a device's launch overhead is the larger part.
@@ -298,7 +297,7 @@ def findings(comparison: Comparison) -> list[str]:
         rows = select(measured, kind=kind)
         if len(rows):
             middle = f"{times(rows['ratio'].median())} as fast in the median"
-            head = f"{kind.capitalize()} times, {count(len(rows), 'row')}: {other} is"
+            head = f"{kind.capitalize()} times, {count(len(rows), 'row')}: {comparison.other} is"
             lines.append(f"{head} {middle}; {listing(_tally(rows))}.")
     device = select(measured, kind=verdicts.DEVICE).sort_values("ratio").to_dict("records")
     if device:
@@ -373,9 +372,9 @@ def page(comparison: Comparison, images: Mapping[str, str]) -> str:
         "## By chapter",
         tables.to_markdown(by_chapter(comparison)),
     ]
-    for chapter, image in images.items():
-        alt = f"Ratios of {notebooks.title(chapter)}"
-        parts.append(f"![{alt}]({image})")
+    parts += [
+        f"![Ratios of {notebooks.title(chapter)}]({image})" for chapter, image in images.items()
+    ]
     if len(comparison.apart):
         parts += ["## Not compared", tables.to_markdown(apart(comparison))]
     return "\n\n".join(filter(None, parts)) + "\n"

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from labkit.configs import check_known
+from labkit.configs import LAUNCH_BOUND, check_known
 from labkit.report.frame import Row
 
 AHEAD = "ahead"
@@ -132,19 +132,22 @@ def ratio(base: Row, other: Row, value: str = "median_ms", other_value: str = ""
         raise ValueError(f"a ratio of a {kind} and a {other_kind} time: compare times of one kind")
     base_times = by_session(base, value)
     other_times = by_session(other, other_value)
-    common = [session for session in base_times if session in other_times]
-    same_session = base.get("session") == other.get("session")
+    common = base_times.keys() & other_times.keys()
     spread = WITHIN[kind]
     if len(common) > 1:
         ends = [base_times[session] / other_times[session] for session in common]
     else:
         samples = math.hypot(_half_width(base, value), _half_width(other, other_value))
         ends = [mid / (1 + samples), mid * (1 + samples)]  # either way round the same verdict
-        if not same_session:
+        if base.get("session") != other.get("session"):
             ends += [one / two for one in base_times.values() for two in other_times.values()]
             spread = BETWEEN[kind]
-            if kind == CALL:
-                spread = max(spread, HOST_FACTOR * max(issued(base), issued(other)) - 1)
+            # A graph's calls wait for the host, its replays back to back do not.
+            held = max(
+                issued(row) if CALL in (kind, kind_of_time(row)) else 0.0 for row in (base, other)
+            )
+            if kind == CALL or held >= LAUNCH_BOUND:
+                spread = max(spread, HOST_FACTOR * held - 1)
     return _spanning(mid, ends, spread)
 
 
