@@ -8,14 +8,16 @@ from collections.abc import Iterable, Sequence
 def number(value: float | int | None, digits: int = 3) -> str:
     """Returns `value` with so many significant digits, thousands separated; "–" for nothing.
 
-    >>> number(0.012345), number(12.345), number(12345.6), number(None)
-    ('0.0123', '12.3', '12,346', '–')
+    >>> number(0.012345), number(9.996), number(12345.6), number(None)
+    ('0.0123', '10.0', '12,346', '–')
     """
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
         return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    # Of the number as it is rounded: 9.996 is 10.0.
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    decimals = max(0, digits - 1 - exponent)
     return f"{value:,.{min(decimals, 6)}f}"
 
 
