@@ -79,11 +79,10 @@ def is_watched(tensors: Sequence[Tensor]) -> bool:
     """Returns whether a compiler, a mode, a transform or a subclass of tensors looks at
     operators.
     """
-    for x in tensors:
-        if type(x) not in (Tensor, Parameter):
-            return True
     return (
         torch.compiler.is_compiling()
+        # Of a view like conj().imag the sign is kept apart, and the dispatcher applies it.
+        or any(type(x) not in (Tensor, Parameter) or x.is_neg() for x in tensors)
         or torch._C._are_functorch_transforms_active()
         or is_in_torch_dispatch_mode()
     )

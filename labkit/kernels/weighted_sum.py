@@ -153,6 +153,5 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
             f"x must be fp32, bf16 or fp16 on a CUDA device, or TRITON_INTERPRET=1 set; got "
             f"{x.dtype} on {x.device}"
         )
-    # The kernels read memory as it lies; of a view like conj().imag the sign is kept apart.
-    x_ND = x.reshape(-1, x.shape[-1]).resolve_neg()
-    return weighted_sum_forward(x_ND, weight.resolve_neg()).view(x.shape[:-1])
+    x_ND = x.reshape(-1, x.shape[-1])
+    return weighted_sum_forward(x_ND, weight).view(x.shape[:-1])
