@@ -86,23 +86,30 @@ def test_the_largest_that_fits_fits_and_the_next_does_not():
 
 def published(kind, width, hidden, layers, heads, **others):
     """Returns a config.json as transformers writes it, of what a plan reads."""
-    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-    sizes = dict(zip(names, (width, hidden, layers, heads), strict=True))
-    return {"model_type": kind, **sizes, **others}
+    return {
+        "model_type": kind,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **others,
+    }
 
 
 DECODER = {"hidden_act": "silu", "num_key_value_heads": 8}
 TIED = DECODER | {"tie_word_embeddings": True}
-VOCABULARY = {"vocab_size": 128256, "tie_word_embeddings": False}
+LLAMA_8B = published(
+    "llama", 4096, 14336, 32, 32, vocab_size=128256, tie_word_embeddings=False, **DECODER
+)
 GPT2_XL = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_inner": None}
 BTLM = {"model_type": "btlm", "n_embd": 2560, "n_layer": 32, "n_head": 32, "n_inner": 6826}
-LLAMA_8B = published("llama", 4096, 14336, 32, 32, **DECODER | VOCABULARY)
 CONFIGS = [
     (published("llama", 2048, 8192, 16, 32, head_dim=64, vocab_size=128256, **TIED), 1_235_814_400),
     (BTLM | {"vocab_size": 50257, "activation_function": "swiglu"}, 2.646e9),
     (LLAMA_8B, 8_030_261_248),
     (published("qwen3", 1024, 3072, 28, 16, head_dim=128, vocab_size=151936, **TIED), 596_049_920),
     (GPT2_XL | {"vocab_size": 50257, "activation_function": "gelu_new"}, 1_557_611_200),
+    (published("modernbert-decoder", 768, 1152, 22, 12, vocab_size=50368), 149.7e6),
     # SigLIP's so400m, without its pooling.
     (published("siglip_vision_model", 1152, 4304, 27, 16, image_size=384), 413_000_000),
 ]
@@ -146,8 +153,10 @@ def test_throughput_is_what_others_report(measured, gpus, tmp_path):
     [
         ("{", "cannot be read as a config.json"),
         ("[[1, 2]]", "cannot be read as a config.json"),
-        ({"hidden_size": 64, "mamba_d_conv": 4}, "has mamba_d_conv; accepted: dense"),
-        ({"hidden_size": 64, "num_local_experts": 8}, "has num_local_experts; accepted: dense"),
+        *(
+            ({"hidden_size": 64, name: 4}, f"has {name}; accepted: dense")
+            for name in ("mamba_d_conv", "num_local_experts", "conv_L_cache", "vision_config")
+        ),
         ({"text_config": {}, "vision_config": {}}, "has no hidden_size or n_embd"),
         ({"n_embd": 64, "n_head": 4, "n_layer": 2}, "has no vocab_size; accepted"),
         ({"model_type": "llama", "hidden_size": "64"}, "'llama' has no hidden_size"),

@@ -153,5 +153,4 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
             f"x must be fp32, bf16 or fp16 on a CUDA device, or TRITON_INTERPRET=1 set; got "
             f"{x.dtype} on {x.device}"
         )
-    x_ND = x.reshape(-1, x.shape[-1])
-    return weighted_sum_forward(x_ND, weight).view(x.shape[:-1])
+    return weighted_sum_forward(x.reshape(-1, x.shape[-1]), weight).view(x.shape[:-1])

@@ -114,10 +114,18 @@ OTHER_ARCHITECTURES = (
     "multi_query",
     "attention_hidden_size",
     "type_vocab_size",
+    "conv_",
+    "conv1d",
+    "text_config",
+    "vision_config",
 )
 """Parts of keys of a config.json that say of layers that are not planned here: experts, state
-spaces, latent attention, one key head without `num_key_value_heads`, RWKV, an encoder such as BERT.
+spaces, latent attention, one key head without `num_key_value_heads`, RWKV, an encoder such as BERT,
+convolutions, two models in one.
 """
+
+GATED = ("bitnet", "gemma", "modernbert")
+"""Parts of the names of architectures that gate by another function than SiLU."""
 
 MOST_LAYERS = 10_000
 """The closed form walks through them."""
@@ -138,30 +146,25 @@ def read_config(path: Path) -> ModelConfig:
         raise RequestError(f"{path}: cannot be read as a config.json ({error})") from None
     kind = str(content.get("model_type", "unknown"))
 
+    def refuse(what: str) -> None:
+        raise RequestError(
+            f"{path}: architecture {kind!r} has {what}; accepted: dense decoders, whose heads may "
+            "share keys, and vision encoders, as of llama, qwen3, gpt2, siglip_vision_model; of "
+            "two models in one, such as a text_config, the one in a file of its own"
+        )
+
     def first(*names: str, default: Any = None) -> Any:
         value = next((content[name] for name in names if content.get(name) is not None), default)
         if type(value) is not int or value < 1:
-            raise RequestError(
-                f"{path}: architecture {kind!r} has no {' or '.join(names)}; accepted: dense "
-                "decoders and vision encoders, as of llama, qwen3, gpt2, siglip_vision_model; of "
-                "two models in one, such as a text_config, the one in a file of its own"
-            )
+            refuse(f"no {' or '.join(names)}")
         return value
 
-    others = [
-        name
-        for name, value in content.items()
-        if value and any(part in name for part in OTHER_ARCHITECTURES)
-    ]
-    if others:
-        raise RequestError(
-            f"{path}: architecture {kind!r} has {others[0]}; accepted: dense decoders, whose heads "
-            "may share keys, and vision encoders"
-        )
+    for name, value in content.items():
+        if value and any(part in name for part in OTHER_ARCHITECTURES):
+            refuse(name)
     width = first("hidden_size", "n_embd")
     num_heads = first("num_attention_heads", "n_head")
     num_key_heads = first("num_key_value_heads", default=num_heads)
-    is_vision = "vision" in kind or "image_size" in content
     return ModelConfig(
         name=kind,
         edition="config.json",
@@ -169,13 +172,13 @@ def read_config(path: Path) -> ModelConfig:
         d_ff=first("intermediate_size", "n_inner", default=4 * width),
         num_layers=first("num_hidden_layers", "n_layer"),
         num_heads=num_heads,
-        vocab_size=0 if is_vision else first("vocab_size"),
+        vocab_size=0 if "vision" in kind or "image_size" in content else first("vocab_size"),
         head_dim=first("head_dim") if content.get("head_dim") else 0,
         # 0: as many as there are heads, also where these are changed.
         num_key_heads=0 if num_key_heads == num_heads else num_key_heads,
         is_gated=content.get("hidden_act") in ("silu", "swiglu")
         or content.get("activation_function") == "swiglu"
-        or kind.startswith("gemma"),
+        or any(name in kind for name in GATED),
         # transformers writes it only where it is not its default.
         is_tied=content.get("tie_word_embeddings", True),
     )

@@ -114,10 +114,10 @@ def _check_window(window, causal: bool) -> tuple[int, int]:
         raise TypeError(f"causal must be True or False; got {type(causal).__name__}")
     if window is None:
         return -1, 0 if causal else -1
-    if isinstance(window, int) and not isinstance(window, bool):
-        window = (window, window)
-    accepted = isinstance(window, tuple | list) and len(window) == 2
-    if not accepted or any(isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window):
+    if type(window) is int:  # no bool, which is one too
+        window = window, window
+    is_pair = isinstance(window, tuple | list) and [type(w) for w in window] == [int, int]
+    if not is_pair or min(window) < -1:
         raise ValueError(
             f"window must be None, a number of keys to each side, or (left, right) with −1 for no "
             f"limit; got {window!r}"
