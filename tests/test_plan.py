@@ -72,13 +72,12 @@ def test_predicted_time_is_near_steps_it_was_not_fitted_to(measured, gpus):
 
 
 def test_the_largest_that_fits_fits_and_the_next_does_not():
-    limit = 80e9
-    for name, step in (("context", 64), ("batch", 1)):
+    for name, step, limit in (("context", 64, 80e9), ("batch", 1, 80e15)):
         most = plan.largest(LARGE, limit, name, step)
         assert takes(LARGE, **{name: most}) <= limit < takes(LARGE, **{name: most + step})
     assert plan.largest(LARGE, 1e9, "batch", 1) == 0
-    assert plan.cheapest_recomputation(LARGE, limit) == "none"
-    assert plan.cheapest_recomputation(replace(LARGE, context=8192), limit) not in ("none", None)
+    assert plan.cheapest_recomputation(LARGE, 80e9) == "none"
+    assert plan.cheapest_recomputation(replace(LARGE, context=8192), 80e9) not in ("none", None)
     assert plan.cheapest_recomputation(LARGE, 1e9) is None
     with pytest.raises(RequestError, match="unknown plan 'sometimes'"):
         takes(recompute="sometimes")

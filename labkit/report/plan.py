@@ -268,7 +268,7 @@ def largest(setting: Setting, limit: float, name: str, step: int) -> int:
     def takes(number: int) -> float:
         return memory(replace(setting, **{name: number * step}))["in all"]
 
-    return step * bisect.bisect_right(range(1, 2**20), limit, key=takes)
+    return step * bisect.bisect_right(range(1, 2**40), limit, key=takes)
 
 
 def cheapest_recomputation(setting: Setting, limit: float) -> str | None:
