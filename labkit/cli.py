@@ -577,11 +577,15 @@ def bench(
 ) -> None:
     """Hold functions of your own to fp64 and time them in turn with labkit's and others'.
 
-    A function takes what the operation's formula takes: f(q, k, v, causal=…). adamw: f(params,
-    grads, exp_avgs, exp_avg_sqs, step, lr=…, betas=…, eps=…, weight_decay=…), in place. optimizer:
-    a class C(params, lr=…, …) with step(). model: C(vocab_size=…, context_length=…, d_model=…,
-    num_layers=…, num_heads=…, d_ff=…, rope_theta=…). data_parallel: C(module), and where it has one
-    finish_gradient_synchronization().
+    A function is differentiable. attention: f(q, k, v, causal=…). rms_norm: f(x, weight, residual)
+    and layer_norm: f(x, weight, bias, residual), of the pair (norm of x + residual, x + residual)
+    with ε = 10⁻⁶. swiglu: f(gate, up). rotary: f(q, k, turn) of (batch, length, heads, d_head), the
+    pair turned and (batch, heads, length, d_head). cross_entropy: f(logits, targets), the mean.
+    linear_cross_entropy: f(x, weight, targets). gelu_mlp: f(x, w1, b1, w2, b2) with tanh. adamw:
+    f(params, grads, exp_avgs, exp_avg_sqs, step, lr=…, betas=…, eps=…, weight_decay=…), in place.
+    optimizer: a class C(params, lr=…, …) with step(). model: C(vocab_size=…, context_length=…,
+    d_model=…, num_layers=…, num_heads=…, d_ff=…, rope_theta=…). data_parallel: C(module), and where
+    it has one finish_gradient_synchronization().
     """
     from labkit.experiments import bench as contest
 

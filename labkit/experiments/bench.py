@@ -13,7 +13,9 @@ What a function must be, by operation:
 
 - attention: f(q, k, v, causal=…) of (batch, heads, length, d_head), differentiable.
 - rms_norm, layer_norm, swiglu, rotary, cross_entropy, linear_cross_entropy, gelu_mlp: a function of
-  the tensors that the formula takes, see `operations`; differentiable.
+  the tensors that the formula takes; differentiable. `labkit bench --help` lists them,
+  `operations` has the formulas: the norms are of a sum, with ε = 10⁻⁶, and return it too; rotary's
+  `turn` is a function of one tensor, and holds cos_TD and sin_TD (length, d_head).
 - optimizer: a class, C(params, lr=…, betas=…, eps=…, weight_decay=…), whose step() is AdamW's.
 - adamw: f(params, grads, exp_avgs, exp_avg_sqs, step, lr=…, betas=…, eps=…, weight_decay=…), which
   updates lists of fp32 tensors in place; `step` counts from 1.
