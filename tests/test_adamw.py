@@ -84,9 +84,10 @@ def check_random_events(dtype: torch.dtype, seed: int, device: str = "cpu") -> N
                 optimizer.add_param_group({"params": params[-1], "lr": 0.03})
         else:
             for p, q in pairs:
-                grad = torch.randn(p.shape, generator=generator) * choose.choice([0, 1, 1])
-                p.grad = choose.choice([None, *3 * [grad.to(p)]])
-                q.grad = None if p.grad is None else p.grad.to(q.dtype)
+                grad = torch.randn(p.shape, generator=generator).to(p) * choose.choice([0, 1])
+                # The last as of conj().imag, its sign kept apart.
+                p.grad = choose.choice([None, grad, torch._neg_view(-grad)])
+                q.grad = None if p.grad is None else p.grad.to(q)
             for optimizer in optimizers:
                 optimizer.step()
     for p, q in zip(ours, theirs, strict=True):

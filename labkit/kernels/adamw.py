@@ -116,8 +116,9 @@ class _Bucket:
         names = ["exp_avg", "exp_avg_sq"]
         if self.dtype != torch.float32:
             names.append("master")
-        length = BLOCK.value * len(self.blocks)
-        self.flat = {name: torch.zeros(length, device=device) for name in names}
+        self.flat = {
+            name: torch.zeros(BLOCK.value * len(self.blocks), device=device) for name in names
+        }
         self.views = {}
         for p, step, start in zip(params, self.steps, starts, strict=True):
             views = {name: x[start : start + p.numel()].view_as(p) for name, x in self.flat.items()}
@@ -137,12 +138,17 @@ class _Bucket:
             kind = (p.dtype, p.grad.dtype, p.device, p.shape, p.is_contiguous())
             accepted = (self.dtype, self.dtype, self.steps.device, state["exp_avg"].shape, True)
             if kind != accepted:
-                names = "dtype, gradient's dtype, device, shape, is dense"
-                raise ValueError(f"a parameter has become {kind} ({names}); accepted: {accepted}")
+                raise ValueError(
+                    f"a parameter has become {kind} (dtype, gradient's dtype, device, shape, is "
+                    f"dense); accepted: {accepted}"
+                )
 
     def update(self) -> None:
         grads = [p.grad for p in self.views]
-        grads = [x if x is None or x.is_contiguous() else _dense(x) for x in grads]
+        # Of one element, and of a view like conj().imag, the sign may be kept apart.
+        grads = [
+            x if x is None or (x.is_contiguous() and not x.is_neg()) else _dense(x) for x in grads
+        ]
         addresses = [NO_GRADIENT.value if x is None else x.data_ptr() for x in grads]
         addresses += [p.data_ptr() for p in self.views]
         # The elements tell of a parameter that was cut where it stands.
@@ -216,7 +222,7 @@ class _Bucket:
 def _dense(grad: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         raise ValueError(f"gradients must be dense, got {grad.layout}")
-    return grad.contiguous()
+    return grad.contiguous().resolve_neg()
 
 
 def _check_form(group: dict) -> None:

@@ -228,9 +228,9 @@ def fa3_missing() -> str | None:
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
         torch.ops.load_library(str(library))
     except OSError as error:
-        reason = str(error.__cause__ or error).split("\n")[0]
-        without_folders = re.sub(r"\S*/", "", reason)
-        return f"FlashAttention-3 is installed, but does not load: {without_folders}"
+        # The first line, its paths without folders.
+        reason = re.sub(r"\S*/", "", str(error.__cause__ or error).split("\n")[0])
+        return f"FlashAttention-3 is installed, but does not load: {reason}"
     return None
 
 

@@ -217,7 +217,7 @@ def _linear_forward(
     for start in range(0, max(num_rows, 1), chunk_rows):
         rows = slice(start, start + chunk_rows)
         logits_NV = hidden_NC[rows] @ weight_VC.T
-        Launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
+        Launcher(cross_entropy_fwd_kernel)[(len(logits_NV),)](
             logits_NV,
             targets_N[rows],
             rows_N3[rows],
@@ -309,6 +309,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def _formula(logits: Tensor, targets: Tensor) -> Tensor:
-    none_ignored = torch.iinfo(torch.int64).min
     logits_NV = wide(logits).reshape(-1, logits.shape[-1])
-    return F.cross_entropy(logits_NV, targets.reshape(-1), ignore_index=none_ignored)
+    # No target is this one: none is ignored.
+    return F.cross_entropy(
+        logits_NV, targets.reshape(-1), ignore_index=torch.iinfo(torch.int64).min
+    )
