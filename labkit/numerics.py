@@ -209,14 +209,15 @@ def judge(
     rounding = torch.finfo(dtype).eps / 2 + num_terms**0.5 * torch.finfo(torch.float32).eps / 2
     budget = OUTPUT_BUDGET if name == "out" else GRADIENT_BUDGET
     value = value.detach().to(reference)
+    error = relative_error(value, reference)  # of the same shape, or what follows says less
     errors = _block_errors(value, reference)
-    limits = [budget * (error + rounding) for error in _block_errors(eager, reference)]
-    fraction = max(error / limit for error, limit in zip(errors, limits, strict=True))
+    limits = [budget * (each + rounding) for each in _block_errors(eager, reference)]
+    fraction = max(each / limit for each, limit in zip(errors, limits, strict=True))
     if not eager.isfinite().all():
         raise AssertionError(f"eager's {name} is not finite, which would allow anything")
     if not value.isfinite().all() or not fraction <= 1:
         raise AssertionError(f"wrong: the error of {name} is {fraction:.3g} times what is allowed")
-    return Verdict(relative_error(value, reference), relative_error(eager, reference), fraction)
+    return Verdict(error, relative_error(eager, reference), fraction)
 
 
 def _block_errors(x: Tensor, reference: Tensor) -> list[float]:
