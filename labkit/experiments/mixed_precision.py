@@ -145,7 +145,7 @@ def measure_sum(device: Device, case: Case, phase: str) -> Measured:
     is_sequential = parameters["method"] == "sequential"
     term = torch.tensor(TERM, dtype=DTYPES[parameters["term"]], device=device.kind)
     added = term.to(accumulator) if parameters["cast"] == "explicit" else term
-    length = LONG_SUM if is_sequential else num_terms
+    length = max(LONG_SUM, num_terms) if is_sequential else num_terms
     rounded = running_sums(added, length, accumulator, parameters["method"])
     sums = rounded.tolist()
     final = sums[num_terms - 1]
