@@ -18,7 +18,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,9 +37,11 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Skip
 from labkit.kernels.reference import attention_reference
-from labkit.measure import timing as timer
+from labkit.measure.memory import storages
 from labkit.measure.timing import (
+    GRAPH_REPLAY_MS,
     Comparison,
+    captured_once,
     compare,
     on_capture_stream,
     synchronize,
@@ -267,7 +269,7 @@ class Operation:
             copies = [x.detach().clone() for x in values]
             synchronize(self.device.kind)
             for owner, tensors in (("its inputs", self.tensors), ("an earlier call", earlier)):
-                if _storages(values) & _storages(tensors):
+                if storages(values).keys() & storages(tensors).keys():
                     raise Refused(f"its output lies in the memory of {owner}")
             if not are_equal(inputs, self.tensors):
                 raise Refused("it changes its inputs")
@@ -402,10 +404,6 @@ def attention_formula(
     return torch.cat(blocks, dim=-2)
 
 
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {x.untyped_storage().data_ptr() for x in tensors}
-
-
 def are_equal(some: Tensors, others: Tensors) -> bool:
     # What is no number equals itself.
     return all(
@@ -520,7 +518,7 @@ def time_in_turn(
     calls = {impl: operation.call(impl, name) for impl in verdicts}
     has_baseline = operation.baseline in calls
     once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
-    least_ms = timer.GRAPH_REPLAY_MS if kind == "cuda" else 0
+    least_ms = GRAPH_REPLAY_MS if kind == "cuda" else 0
     round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
     num_rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * case.time_limit_s / round_ms)))
     with Monitor(kind) as monitor:
@@ -581,9 +579,9 @@ def _compared(
 
 def _fits_a_graph(call: Callable) -> bool:
     with contextlib.suppress(RuntimeError):
-        timer.captured_once(call)
+        captured_once(call)
         return True
     # A capture that broke off leaves PyTorch's random numbers in it, and the next to draw any
     # fails; a whole one takes them out.
-    timer.captured_once(torch.zeros(1, device="cuda").zero_)
+    captured_once(torch.zeros(1, device="cuda").zero_)
     return False

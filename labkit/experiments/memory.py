@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from labkit.configs import MEMORY, ModelConfig
+from labkit.configs import MEMORY, ModelConfig, check_known
 from labkit.device import Device
 from labkit.experiments.sections import (
     Plan,
@@ -44,6 +44,7 @@ from labkit.measure.memory import (
     storages,
 )
 from labkit.models.transformer import Block, RMSNorm, RotaryEmbedding
+from labkit.numerics import live_precision
 
 MEASUREMENT_VERSION = 2
 
@@ -188,9 +189,9 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
     """Lists what a part of the model keeps for its backward pass."""
     parameters = case.parameters
     part = parameters["part"]
+    check_known("part", part, dict(PARTS))
     is_compiled = parameters["code"] == "compiled"
     kind = device.kind
-    empty_cache()
     d_model = parameters["d_model"]
     shape = (parameters["batch"], parameters["context"], d_model)
     config = ModelConfig("", "", d_model, parameters["d_ff"], 1, parameters["num_heads"])
@@ -214,9 +215,9 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
         "saved_bytes": saved_bytes(kept),
         "stream_bytes": x_BTC.nbytes,
     }
-    is_live = all(module._compiled_call_impl is not None for module in modules)
-    described = {**parameters, "code": "compiled" if is_live else "eager"}
-    return Measured(metrics, described, {"residuals": _grouped(kept)})
+    is_live = all(module._compiled_call_impl for module in modules)
+    live = {"code": "compiled" if is_live else "eager", "precision": live_precision(x_BTC.dtype)}
+    return Measured(metrics, parameters | live, {"residuals": _grouped(kept)})
 
 
 def _grouped(kept: list[Residual]) -> list[dict]:
