@@ -69,7 +69,6 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
         observed = {"num_bytes": source.nbytes}
     else:
         n = CEILING_SIZES[device.kind]
-        numerics.set_precision(precision)
         dtype = numerics.tensor_dtype(precision)
         a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
         call = functools.partial(torch.matmul, a, b)

@@ -325,7 +325,6 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
     """
     parameters = case.parameters
     model = step.model
-    scaler = step.scaler
     step.optimizer.param_groups[0]["lr"] = parameters["learning_rate"]
     num_tokens = parameters["num_tokens"]
     shape = (parameters["num_steps"], parameters["batch"], 1)
@@ -342,7 +341,7 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
             logits = model(sequences[:, :-1])
             loss = language_model_loss(logits, sequences[:, 1:])
         logits.retain_grad()
-        scaler.scale(loss).backward()
+        step.scaler.scale(loss).backward()
         if number % max(1, len(data) // NUM_LOOKS) == 0:
             looks["look_step"].append(number)
             looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))

@@ -140,6 +140,7 @@ class Batch:
             (num_patches, self.config.patch_dim),
             (num_patches, self.config.d_model),
         )
+        self.like = {"device": self.grad.device, "dtype": self.grad.dtype}
 
     @property
     def flops(self) -> int:
@@ -158,17 +159,19 @@ class Batch:
 def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     """Returns an encoder in training mode, and its forward pass of the batch."""
     impl, _, change = way.removesuffix(COMPILED).partition(", ")
-    options = {"device": batch.patches.device, "dtype": batch.patches.dtype}
-    if change == "recomputed":
-        options["recomputed"] = batch.config.num_layers
-    if change == "FlashAttention-2":
-        options["attend"] = flash_attention_2
+    changes = {
+        "": {},
+        "recomputed": {"recomputed": batch.config.num_layers},
+        "fast math": {},  # the compiler's
+        "FlashAttention-2": {"attend": flash_attention_2},
+        "FlashAttention-3": {"attend": flash_attention_3},
+    }
+    check_known("change", change, changes)
     if change == "FlashAttention-3":
         q = batch.patches.new_empty(1, 1, 1, batch.config.d_head)
         if reason := unavailable_reason("fa3", q, q, causal=False):
             raise Skip(reason)
-        options["attend"] = flash_attention_3
-    model = Siglip2Encoder(batch.config, impl, **options).train()
+    model = Siglip2Encoder(batch.config, impl, **batch.like, **changes[change]).train()
     # What takes a packing gets it as it would from a loader of data; the others read the grids
     # themselves.
     grids = model.pack(batch.grids) if model.step >= POSITIONS else batch.grids
@@ -282,10 +285,12 @@ def _products(batch: Batch) -> Work:
     config = batch.config
     rows = len(batch.patches)
     width = config.d_model
-    like = {"device": batch.patches.device, "dtype": batch.patches.dtype}
     weights = [(3 * width, width), (width, width), (config.d_ff, width), (width, config.d_ff)]
     sets = [
-        [torch.randn(shape, **like) for shape in ((rows, before), (after, before), (rows, after))]
+        [
+            torch.randn(shape, **batch.like)
+            for shape in ((rows, before), (after, before), (rows, after))
+        ]
         for after, before in weights
     ]
 
