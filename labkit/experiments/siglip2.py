@@ -41,7 +41,7 @@ from labkit.kernels.attention import FlashAttention3Function, unavailable_reason
 from labkit.measure.profiling import capture_with_kineto, launches
 from labkit.measure.timing import time_callable
 from labkit.models.siglip2 import EAGER, IMPLS, MASK_OPTIONS, POSITIONS, Siglip2Encoder
-from labkit.numerics import DTYPES, relative_error
+from labkit.numerics import relative_error, tensor_dtype
 
 MEASUREMENT_VERSION = 1
 
@@ -364,9 +364,9 @@ def _results(
     state = Siglip2Encoder(config, "eager").state_dict()
     for name, x in state.items():
         # Biases and gains that are not all 0 or 1.
-        state[name] = (x + 0.1 * torch.randn_like(x) * (x.dim() == 1)).to(DTYPES[precision])
+        state[name] = (x + 0.1 * torch.randn_like(x) * (x.dim() == 1)).to(tensor_dtype(precision))
     patches, grad = (
-        torch.randn(num_patches, width).to(DTYPES[precision]).to(kind, dtype)
+        torch.randn(num_patches, width).to(tensor_dtype(precision)).to(kind, dtype)
         for width in (config.patch_dim, config.d_model)
     )
     model = Siglip2Encoder(config, impl, device=kind, dtype=dtype).eval()
@@ -381,7 +381,7 @@ def _results(
 
 def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
     size, precision = case.parameters["size"], case.parameters["precision"]
-    dtype = DTYPES[precision]
+    dtype = tensor_dtype(precision)
     exact = _results(size, precision, "eager", torch.float64, "cpu")
 
     def errors(impl: str) -> dict[str, float]:
