@@ -97,10 +97,8 @@ def _run_pytest(root: Path, timeout_s: float, left: list[str]) -> Iterator[Outco
         "--color=no",
         "--rootdir=.",
         "--tb=short",
-        "-o",
-        "addopts=",
-        "-o",
-        f"pythonpath=. {BASICS}",
+        "--override-ini=addopts=",
+        f"--override-ini=pythonpath=. {BASICS}",
         "--continue-on-collection-errors",
         *left,
     ]

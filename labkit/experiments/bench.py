@@ -172,7 +172,7 @@ def _attention_call(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
     label = case.parameters["impl"]
     shape = {**case.parameters, "heads": 1, "causal": False}
     implementation = IMPLEMENTATIONS[_enter(case)][label]
-    for name in ("forward", "forward_backward"):
+    for name in PASSES["attention"]:
         watched(device, shape).judge(label, name)
     attention.enter(label, implementation.function)
     return attention.run_case(case)
@@ -206,15 +206,14 @@ def wrapper_rank(
     ways = sorted({"ours", *names}, key=lambda way: (way != "alone", way))
     seen = dict(steps_rank(ways, parameters, time_limit_s))
     for name in names:
-        beside = {"ours": seen["ours"], "gradient_deviation": 0.0}
-        if name in wrapped:
-            beside["gradient_deviation"] = _gradient_deviation(wrapped[name], parameters)
-        yield f"{name} step", seen[name] | beside
+        deviation = _gradient_deviation(wrapped[name], parameters) if name in wrapped else 0.0
+        yield f"{name} step", seen[name] | {"ours": seen["ours"], "gradient_deviation": deviation}
 
 
 def _wrapped(wrapper: Callable, wrapped: dict, label: str, module: nn.Module) -> nn.Module:
-    has_buckets = "bucket_size_mb" in inspect.signature(wrapper).parameters
-    wrapped[label] = wrapper(module, **({"bucket_size_mb": 100} if has_buckets else {}))
+    if "bucket_size_mb" in inspect.signature(wrapper).parameters:
+        wrapper = functools.partial(wrapper, bucket_size_mb=100)
+    wrapped[label] = wrapper(module)
     return wrapped[label]
 
 
@@ -244,10 +243,18 @@ def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
     if not deviation <= LARGEST_DEVIATION:
         raise Refused(f"its gradients are not the ranks' averages, but {deviation:.2g} off")
     measured = distributed.measured_step(case, ranks)
-    metrics = measured.metrics | {"budget_fraction": deviation / LARGEST_DEVIATION}
-    ours = distributed.measured_step(case, [rank["ours"] for rank in ranks])
-    metrics["ratio_to_ours"] = metrics["median_ms"] / ours.metrics["median_ms"]
-    return replace(measured, case=case.parameters | measured.case, metrics=metrics)
+    metrics = measured.metrics
+    ours = distributed.measured_step(case, [rank["ours"] for rank in ranks]).metrics
+    ratio = metrics["median_ms"] / ours["median_ms"]
+    # Not timed in turn: the interval is that of both medians.
+    half_width = math.hypot(metrics["half_width_fraction"], ours["half_width_fraction"])
+    metrics |= {
+        "budget_fraction": deviation / LARGEST_DEVIATION,
+        "ratio_to_ours": ratio,
+        "ratio_to_ours_low": ratio / (1 + half_width),
+        "ratio_to_ours_high": ratio * (1 + half_width),
+    }
+    return replace(measured, case=case.parameters | measured.case)
 
 
 SECTIONS = {
@@ -282,11 +289,11 @@ def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
 
     Raises RequestError for another operation, or a file that is not there.
     """
-    if notebook != "08_siglip2":
-        return "attention", _entrant(own, FIGURES)
-    operation, _, function = own.partition(":")
-    check_known("operation of own, OPERATION:FILE.py:NAME,", operation, DEFINITIONS)
-    return operation, _entrant(function, FIGURES)
+    operation = "attention"
+    if notebook == "08_siglip2":
+        operation, _, own = own.partition(":")
+        check_known("operation of own, OPERATION:FILE.py:NAME,", operation, DEFINITIONS)
+    return operation, _entrant(own, FIGURES)
 
 
 class OwnSession(BenchSession):
@@ -314,8 +321,14 @@ class OwnSession(BenchSession):
                     # A backward pass alone has the inputs of a forward pass before it.
                     names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
                     phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
-                limits = case.timeout_s, case.time_limit_s
-                case = BenchCase(case.section, parameters, phases, *limits, entrants=(entrant,))
+                case = BenchCase(
+                    case.section,
+                    parameters,
+                    phases,
+                    case.timeout_s,
+                    case.time_limit_s,
+                    entrants=(entrant,),
+                )
             elif case.section not in SESSION_SECTIONS:
                 continue
             if case not in self.cases:
@@ -396,8 +409,9 @@ def bench(
         contest(rivals),
     ]
     session.run()
-    records = session.store.load()
-    frame = to_frame(x for x in records if (x.session, x.section) == (session.id, section))
+    frame = to_frame(
+        x for x in session.store.load() if (x.session, x.section) == (session.id, section)
+    )
     frame[["implementation", "pass"]] = frame.pop("phase").str.split(" ", expand=True).values
     frame = frame.reindex(columns=COLUMNS)
     frame["held_to"] = HELD_TO.get(op, "fp64")

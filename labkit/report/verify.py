@@ -82,9 +82,7 @@ def _tables(folder: Path) -> Finding:
         # Chapter 07, in the folder of several devices, reads what one of them measured.
         for beside in {folder, folder.parent / one}:
             if (beside / "records").is_dir():
-                records = Path(root, beside.name, "records")
-                records.parent.mkdir()
-                records.symlink_to(beside / "records")
+                shutil.copytree(beside / "records", Path(root, beside.name, "records"))
         if (folder / "environment.json").exists():
             shutil.copy(folder / "environment.json", copy)
         try:
