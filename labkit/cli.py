@@ -135,8 +135,8 @@ def run(
         Option(
             "-p",
             metavar="KEY=VALUE",
-            help="Set a notebook parameter, e.g. -p sizes=small,medium, or in chapters 05, 06 "
-            "and 08 own=FILE.py:NAME, a function of yours. Repeatable.",
+            help="Set a notebook parameter, e.g. -p sizes=small,medium, or in chapters 05 and 06 "
+            "own=FILE.py:NAME, in 08 own=OPERATION:FILE.py:NAME, a function of yours. Repeatable.",
         ),
     ] = None,
     fresh: Annotated[

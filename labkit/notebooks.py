@@ -96,7 +96,7 @@ def narrowing(name: str, profile: str, options: Mapping) -> dict[str, list]:
         if key not in accepted:
             names = ", ".join(accepted) or "none"
             if name in OWN:
-                names += ", and own=FILE.py:NAME for a function of yours"
+                names += ", and own=FILE.py:NAME, in 08 after OPERATION:, for a function of yours"
             raise RequestError(f"unknown parameter {key!r} of {name}; accepted: {names}")
         wanted = listed(key, value)
         if key == "sizes":

@@ -488,7 +488,9 @@ def _entrant(function: Callable | str, folder: Path) -> Entrant:
             file = inspect.getsourcefile(function)
             source = "".join(inspect.findsource(function)[0])
     except (AttributeError, OSError, TypeError, ValueError) as error:
-        raise RequestError(f"no source of {function!r}: {error}; accepted: FILE.py:NAME") from None
+        raise RequestError(
+            f"no source of {function!r}: {error}; accepted: FILE.py:NAME, in 08 after OPERATION:"
+        ) from None
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     path = Path(file).resolve()
     if not path.is_file():
