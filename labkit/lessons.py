@@ -70,8 +70,9 @@ def open_chapter(
         try:
             check_measured(device, Path(output or FIGURES))
         except RequestError as error:
-            how = f'to measure this machine, set measure = True and device = "{THIS_DEVICE}"'
-            raise RequestError(f"{error}; {how}") from None
+            raise RequestError(
+                f'{error}; to measure this machine, set measure = True and device = "{THIS_DEVICE}"'
+            ) from None
     return Chapter(notebook, device=device, output=output, save_figures=save_figures, own=label)
 
 

@@ -100,6 +100,9 @@ def _run_pytest(root: Path, timeout_s: float, left: list[str]) -> Iterator[Outco
         "--override-ini=addopts=",
         f"--override-ini=pythonpath=. {BASICS}",
         "--continue-on-collection-errors",
+        # The last line of a crash is what it says, not a list of modules.
+        "--capture=no",
+        "-pno:faulthandler",
         *left,
     ]
     current = left[0]

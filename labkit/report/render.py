@@ -134,13 +134,12 @@ def devices_summary(root: Path) -> pd.DataFrame:
         chapters = check(folder)
         records = [record for newest in chapters.values() for record in newest]
         environment = read_environment(folder)
-        gpu = environment.get("gpu", {})
         page = "report.md" if (folder / "report.md").exists() else ""
         name = environment.get("device", {}).get("name", device)
         rows.append(
             {
                 "device": f"[{name}]({os.path.relpath(folder)}/{page})",
-                "memory, GiB": gib(gpu.get("memory_bytes")),
+                "memory, GiB": gib(environment.get("gpu", {}).get("memory_bytes")),
                 "chapters": listing(notebook[:2] for notebook in chapters),
                 "measurements": f"{sum(record.status == 'ok' for record in records):,}",
                 "measured": dates_of(records) or "–",
