@@ -46,7 +46,9 @@ def findings(folder: Path) -> list[Finding]:
     slug = environment.get("device", {}).get("slug")
     size = sum(path.stat().st_size for path in folder.glob("records/*.jsonl"))
     return [
-        Finding("records", True, f"{count(len(records), 'record')}, every line as the schema says"),
+        Finding(
+            "records", True, f"{count(len(records), 'record')}, every whole line as the schema says"
+        ),
         Finding("device", slug == folder.name, f"environment.json names {slug}"),
         _source(records),
         _marks(records),
