@@ -635,8 +635,9 @@ def course(
 
     folder = str(_writable(output))  # before minutes of tests
     known = states(assignment.run_tests(checkout, timeout))
-    fine = ("passed", "skipped", "missing")
-    failed = [test for test, state in known.items() if state not in fine]
+    failed = [
+        test for test, state in known.items() if state not in ("passed", "skipped", "missing")
+    ]
     again = [test for test in failed if "::" in test]  # without files that cannot be imported
     if again:
         print("Again with labkit's adapters. What fails here too, such as a comparison bit by bit,")

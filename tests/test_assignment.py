@@ -53,9 +53,9 @@ REASONS = {
 @pytest.fixture
 def checkout(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds
-    package = tmp_path / "cs336-basics/course_package"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("name = 'installed nowhere'")
+    basics = tmp_path / "cs336-basics"
+    basics.mkdir()
+    (basics / "course_package.py").write_text("name = 'installed nowhere'")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/__init__.py").touch()
     (tmp_path / "tests/adapters.py").write_text(ADAPTERS)
@@ -130,9 +130,10 @@ def test_what_is_not_there_is_one_line(checkout, file, text, message):
 
 
 def test_a_failure_is_tried_with_labkits_adapters(checkout):
-    tests = "from .adapters import *\ndef test_it(): assert 'Tiled' in {}().__name__"
     name = next(iter(assignment.CONTESTS))
-    (checkout / "tests/test_all.py").write_text(tests.format(name))
+    (checkout / "tests/test_all.py").write_text(
+        f"from .adapters import *\ndef test_it(): assert 'Tiled' in {name}().__name__"
+    )
     (checkout / "tests/adapters.py").write_text(f"def {name}(): return int")
     result = CliRunner().invoke(cli.app, ["course", str(checkout), "--no-contests"])
     assert result.exit_code == 1 and "1 failed" in result.output

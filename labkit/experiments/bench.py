@@ -246,8 +246,9 @@ def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
     metrics = measured.metrics
     ours = distributed.measured_step(case, [rank["ours"] for rank in ranks]).metrics
     ratio = metrics["median_ms"] / ours["median_ms"]
-    # Not timed in turn: the interval is that of both medians.
-    half_width = math.hypot(metrics["half_width_fraction"], ours["half_width_fraction"])
+    half_width = 0.0
+    if metrics != ours:  # not timed in turn: the interval is that of both medians
+        half_width = math.hypot(metrics["half_width_fraction"], ours["half_width_fraction"])
     metrics |= {
         "budget_fraction": deviation / LARGEST_DEVIATION,
         "ratio_to_ours": ratio,
@@ -391,10 +392,9 @@ def bench(
             parameters["transport"] = "gloo"  # on the CPU
     folder = Path(output or FIGURES) / device.slug / BenchSession.subfolder
     entrants = dict.fromkeys(_entrant(function, folder) for function in functions)
-    passes = PASSES.get(op, ("step",))
 
     def contest(impls: Iterable[str], *entrants: Entrant) -> BenchCase:
-        phases = tuple(f"{impl} {name}" for name in passes for impl in impls)
+        phases = tuple(f"{impl} {name}" for name in PASSES.get(op, ("step",)) for impl in impls)
         return BenchCase(
             section, parameters, phases, timeout_s, fresh_process=True, entrants=entrants
         )
