@@ -82,7 +82,7 @@ def test_fp16_statistics_leave_its_range_and_bf16s_do_not(dtype, scale, expected
 
 def test_an_epsilon_that_vanishes_makes_the_result_infinite():
     lost = normalisation("fp16", 1e-4, setting="small epsilon").metrics
-    assert (lost["nonfinite_fraction"], lost["relative_error"]) == (1, None)
+    assert (lost["epsilon"], lost["nonfinite_fraction"], lost["relative_error"]) == (0, 1, None)
     kept = normalisation("fp16", 1e-4, setting="small epsilon", statistics="fp32").metrics
     assert kept["nonfinite_fraction"] == 0 and kept["relative_error"] < 1e-3
 

@@ -217,6 +217,7 @@ def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
         metrics |= {
             "overflowed_fraction": float((~mean_square.isfinite()).double().mean()),
             "vanished_fraction": float(vanished.double().mean()),
+            "epsilon": float(torch.tensor(epsilon, dtype=mean_square.dtype)),
         }
     finite = result.isfinite().all(-1)
     metrics |= {
@@ -350,13 +351,16 @@ def _measure_training(step: Step, case: Case, phase: str) -> Measured:
         losses.append(loss.item())
     finite = [loss if math.isfinite(loss) else None for loss in losses]
     last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
-    unmoved = [p == 1 for p in model.parameters() if p.dim() == 1]  # gains begin as 1
     metrics = {
         "final_loss": None if None in last else sum(last) / len(last),
-        "unmoved_gains": _share(unmoved),
+        # They begin as 1.
+        "unmoved_gains": _share([p == 1 for p in model.parameters() if p.dim() == 1]),
     }
-    described = parameters | {"precision": step.live_precision(), "size": model.config.name}
-    return Measured(metrics, described, samples={"loss": finite, **looks})
+    return Measured(
+        metrics,
+        parameters | {"precision": step.live_precision(), "size": model.config.name},
+        samples={"loss": finite, **looks},
+    )
 
 
 def _share(marks: Sequence[Tensor]) -> float:
