@@ -27,8 +27,8 @@ gate = functools.partial(judge, dtype=torch.bfloat16, num_terms=512)
 @pytest.fixture
 def reference():
     """What causal attention of random values gives: rows that shrink with their position."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, 1, 512, 16, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    rows = torch.randn(1, 1, 512, 16, dtype=torch.float64)
     return rows / torch.arange(1, 513, dtype=torch.float64).sqrt()[:, None]
 
 
@@ -38,8 +38,8 @@ def test_the_gate_is_twice_the_error_of_eager_for_outputs_and_three_times_for_gr
 ):
     wrong_by = 0.02 * torch.linspace(-1, 1, 512 * 16, dtype=torch.float64).view_as(reference)
     eager = reference + wrong_by
-    fraction = gate(name, reference + 0.9 * budget * wrong_by, reference, eager).budget_fraction
-    assert 0.6 < fraction < 1
+    verdict = gate(name, reference + 0.9 * budget * wrong_by, reference, eager)
+    assert 0.6 < verdict.budget_fraction < 1
     with pytest.raises(AssertionError, match=f"wrong: the error of {name} is"):
         gate(name, reference + 1.5 * budget * wrong_by, reference, eager)
 
@@ -71,13 +71,23 @@ SHAPE = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, "pr
 
 
 def contest_case(*impls: str, names=PASSES, **changes) -> ContestCase:
-    phases = tuple(f"{impl} {name}" for name in names for impl in impls)
-    return ContestCase("speed", SHAPE | changes, phases, 60.0, 0.01)
+    return ContestCase(
+        "speed",
+        SHAPE | changes,
+        tuple(f"{impl} {name}" for name in names for impl in impls),
+        60.0,
+        0.01,
+    )
 
 
 def tile_case(block_q: int) -> Case:
-    tile = {"block_q": block_q, "block_k": 16, "num_warps": 4, "num_stages": 1}
-    return Case("tiles", SHAPE | tile, ("forward",), 60.0, 0.01)
+    return Case(
+        "tiles",
+        SHAPE | {"block_q": block_q, "block_k": 16, "num_warps": 4, "num_stages": 1},
+        ("forward",),
+        60.0,
+        0.01,
+    )
 
 
 measure = functools.partial(measure_all, run_case)
@@ -90,8 +100,9 @@ def sabotage(monkeypatch, impl: str, change) -> None:
     def sabotaged(*tensors, causal):
         return change(ours.function(*tensors, causal=causal))
 
-    wrong = dataclasses.replace(ours, function=sabotaged)
-    monkeypatch.setitem(operations.IMPLEMENTATIONS["attention"], impl, wrong)
+    monkeypatch.setitem(
+        operations.IMPLEMENTATIONS["attention"], impl, dataclasses.replace(ours, function=sabotaged)
+    )
 
 
 @on_cpu
@@ -137,8 +148,9 @@ def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeyp
     assert ratio("in turn") is None
 
 
-GPU = Device("cuda", "a GPU", "a-gpu")
-OPERATION = types.SimpleNamespace(device=GPU, rounds=range, method="graph", num_warmup=1)
+OPERATION = types.SimpleNamespace(
+    device=Device("cuda", "a GPU", "a-gpu"), rounds=range, method="graph", num_warmup=1
+)
 
 
 def test_what_no_graph_holds_is_timed_call_by_call_beside_the_baseline(monkeypatch):
@@ -163,9 +175,10 @@ def test_what_no_graph_holds_is_timed_call_by_call_beside_the_baseline(monkeypat
 @pytest.mark.gpu
 def test_a_call_that_waits_for_the_gpu_is_in_no_graph_and_spoils_nothing():
     x = torch.ones(3, device="cuda")
-    calls = {"ours": x.clone, "waits": lambda: x.sum().item()}
-    timings = contest._compared(OPERATION, calls, "ours", 5).timings
-    assert [one.method for one in timings.values()] == ["graph", "flush"]
+    comparison = contest._compared(
+        OPERATION, {"ours": x.clone, "waits": lambda: x.sum().item()}, "ours", 5
+    )
+    assert [one.method for one in comparison.timings.values()] == ["graph", "flush"]
     assert torch.rand(3, device="cuda").sum() > 0
 
 

@@ -81,6 +81,7 @@ CASES = [
     ("rms_norm of a sum", (5, 7, 40), ""),
     ("layer_norm", (5, 7, 40), ""),
     ("layer_norm of a sum", (9, 300), "rows apart"),
+    ("swiglu", (8, 128), ""),
     ("swiglu", (8, 128), "sign apart"),
     ("swiglu", (3, 5, 41), "columns apart"),
     ("rotary", (1, 1, 1, 2), ""),
