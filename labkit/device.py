@@ -286,8 +286,7 @@ def gpu_limits() -> dict[str, Any]:
         if not handle:
             return limits
         with contextlib.suppress(nvml.NVMLError):
-            clock = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
-            limits["max_sm_clock_mhz"] = clock
+            limits["max_sm_clock_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
         with contextlib.suppress(nvml.NVMLError):
             limits["power_limit_w"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     return limits

@@ -133,7 +133,8 @@ class AttentionCall:
             self.function = FORMULAS[self.impl]
         else:
             self.function = functools.partial(attention, impl=self.impl)
-            if reason := unavailable_reason(self.impl, *self.inputs[:2], causal=self.causal):
+            reason = unavailable_reason(self.impl, *self.inputs[:2], causal=self.causal)
+            if reason:
                 raise Skip(reason)
 
     def forward(self) -> Tensor:

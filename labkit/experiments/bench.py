@@ -247,7 +247,7 @@ def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
     ours = distributed.measured_step(case, [rank["ours"] for rank in ranks]).metrics
     ratio = metrics["median_ms"] / ours["median_ms"]
     half_width = 0.0
-    if metrics != ours:  # not timed in turn: the interval is that of both medians
+    if ranks[0]["way"] != "ours":  # not timed in turn: the interval is that of both medians
         half_width = math.hypot(metrics["half_width_fraction"], ours["half_width_fraction"])
     metrics |= {
         "budget_fraction": deviation / LARGEST_DEVIATION,

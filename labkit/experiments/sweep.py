@@ -546,8 +546,7 @@ class Session:
                     self._run_section(section, cases, progress)
         profile = "full" if self.profile == "key" else self.profile
         grid = self.experiment.cases(profile, self.device.kind)
-        missing = self._missing(grid, self.store.load())
-        num_missing = sum(len(case.phases) for case in missing)
+        num_missing = sum(len(case.phases) for case in self._missing(grid, self.store.load()))
         write_json(done, {"profile": profile, "num_missing": num_missing})
 
     def pending(self) -> list[Case]:
@@ -659,8 +658,9 @@ class Session:
     def _record(self, case: Case, phase: str, measured: Measured) -> Record:
         content = dict(vars(measured))
         if not measured.telemetry.get("disturbed"):  # of the host's load nothing else is asked
-            telemetry = measured.telemetry.items()
-            content["telemetry"] = {name: value for name, value in telemetry if name not in LOAD}
+            content["telemetry"] = {
+                name: value for name, value in measured.telemetry.items() if name not in LOAD
+            }
         return Record(
             notebook=self.notebook,
             section=case.section,
