@@ -16,7 +16,7 @@ import pytest
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
-from labkit.records import RecordError, RecordStore, measured_devices, newest
+from labkit.records import RecordError, RecordStore, measured_devices
 from labkit.report import card, figures, render, tables, text
 from labkit.report.chapter import Chapter
 from labkit.report.facts import compare
@@ -47,18 +47,15 @@ FUSED = {"size": "2.7b", "precision": "bf16", "compile": "regional", "attention"
 
 
 def change(folder, status="ok", *, median_ms=94.0, disturbed=False):
-    """Appends a newer record of the ladder's fastest step, as a new measurement would."""
+    """Appends newer records of the ladder's fastest step, as each of its sessions would."""
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    (known,) = [
-        record
-        for record in newest(store.load())
-        if (record.section, record.phase) == ("execution", "graph_step")
-        and (FUSED | {"context": 512}).items() <= record.case.items()
-    ]
     times = ("median_ms", "host_median_ms", "min_ms", "p20_ms", "p80_ms")
-    metrics = known.metrics | dict.fromkeys(times, median_ms) if status == "ok" else {}
-    changes = {"status": status, "metrics": metrics, "telemetry": {"disturbed": disturbed}}
-    store.append(dataclasses.replace(known, **changes))
+    for known in store.load():
+        is_step = (known.section, known.phase) == ("execution", "graph_step")
+        if is_step and (FUSED | {"context": 512}).items() <= known.case.items():
+            metrics = known.metrics | dict.fromkeys(times, median_ms) if status == "ok" else {}
+            changes = {"status": status, "metrics": metrics, "telemetry": {"disturbed": disturbed}}
+            store.append(dataclasses.replace(known, **changes))
 
 
 def shown(folder):
