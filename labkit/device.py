@@ -212,7 +212,8 @@ def software_versions() -> dict[str, str]:
     # Peers; FlashAttention-3 comes with xformers.
     for name in "triton", "transformers", "liger-kernel", "quack-kernels", "xformers":
         with contextlib.suppress(ImportError):
-            versions[name] = importlib.metadata.version(name)
+            # Without metadata, as of a package half removed, Python has no version.
+            versions[name] = importlib.metadata.version(name) or ""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

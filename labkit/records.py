@@ -332,17 +332,25 @@ def newest_of(folders: Mapping[str, Path]) -> dict[str, list[Record]]:
     return {name: checked[folder].get(name, []) for name, folder in folders.items()}
 
 
+def single(device: str) -> str:
+    """Returns the slug of one of several devices: "gpu" of "2x-gpu"."""
+    return re.sub(r"^\d+x-", "", device)
+
+
 def folder_of(root: Path, device: str, notebook: str) -> Path:
     """Returns the folder with the notebook's records of `device`: that of several in one machine,
-    "2x-<device>", of the most where there are such, else its own.
+    "2x-<device>", where there are such, else its own. Of several such, one that was measured to
+    its end goes before one of more GPUs.
     """
     several = re.compile(rf"(\d+)x-{re.escape(device)}")
-    matches = (
-        several.fullmatch(path.parent.parent.name)
-        for path in root.glob(f"*/records/{notebook}.jsonl")
+    names = (path.parent.parent.name for path in root.glob(f"*/records/{notebook}.jsonl"))
+    matches = filter(None, map(several.fullmatch, names))
+    best = max(
+        matches,
+        key=lambda match: (done_path(root / match[0], notebook).exists(), int(match[1])),
+        default=[device],
     )
-    most = max((int(match[1]) for match in matches if match), default=0)
-    return root / (f"{most}x-{device}" if most else device)
+    return root / best[0]
 
 
 def measured_devices(root: Path) -> list[str]:

@@ -131,6 +131,8 @@ def test_records_of_several_devices_stand_in_for_those_of_one(tmp_path, monkeypa
         (tmp_path / name / "records").mkdir(parents=True)
         (tmp_path / name / "records" / "07_x.jsonl").touch()
     assert folder_of(tmp_path, "gpu", "07_x").name == "10x-gpu"
+    (tmp_path / "2x-gpu" / "records" / "07_x.done.json").touch()
+    assert folder_of(tmp_path, "gpu", "07_x").name == "2x-gpu"
     assert folder_of(tmp_path, "none", "07_x").name == "none"
     monkeypatch.setattr(device, "detect", lambda: H200)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

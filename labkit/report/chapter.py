@@ -24,6 +24,7 @@ from labkit.records import (
     newest,
     newest_of,
     read_environment,
+    single,
     to_frame,
     write_bytes_atomic,
     write_text_atomic,
@@ -108,8 +109,8 @@ class Chapter:
         return self.environment.get("device", {}).get("kind", by_slug)
 
     def of(self, notebook: str) -> "Chapter":
-        """Returns another notebook's chapter on the same device."""
-        return Chapter(notebook, device=self.asked_device, output=self.output)
+        """Returns another notebook's chapter on the same device, of several on one of them."""
+        return Chapter(notebook, device=single(self.asked_device), output=self.output)
 
     def all_records(self) -> list[Record]:
         """Returns the shown record of each measurement, read again only where the file has
@@ -353,4 +354,4 @@ def torch_of(records: Iterable[Record]) -> list[str]:
 
 def versions_of(package: str, records: Iterable[Record]) -> str:
     """Returns the versions of a package that the records were measured with: "0.1.0 and 0.2.0"."""
-    return listing(sorted({record.software.get(package, "") for record in records} - {""}))
+    return listing(sorted({record.software.get(package) or "" for record in records} - {""}))

@@ -3,6 +3,7 @@ of memory.
 """
 
 import io
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -292,10 +293,22 @@ def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> Non
 
 
 def svg(figure: Figure) -> bytes:
-    """Returns the figure as SVG; the same figure gives the same bytes."""
+    """Returns the figure as SVG; the same figure gives the same bytes.
+
+    Coordinates have two decimals: the sixth, which matplotlib writes too, depends on the processor.
+    """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
+
+    def rounded(number: re.Match) -> bytes:
+        return b"%.2f" % float(number[0])
+
+    # Text between the tags stays as it is.
+    return re.sub(
+        rb"<[^>]*>",
+        lambda tag: re.sub(rb"\d+\.\d{3,6}", rounded, tag[0]),
+        buffer.getvalue(),
+    )
 
 
 def png(figure: Figure) -> bytes:

@@ -3,7 +3,6 @@ from, and that its tables follow from them.
 """
 
 import filecmp
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,7 +10,14 @@ from typing import NamedTuple
 
 from labkit.configs import RequestError
 from labkit.notebooks import NotebookError
-from labkit.records import Record, RecordError, check, check_device_folder, read_environment
+from labkit.records import (
+    Record,
+    RecordError,
+    check,
+    check_device_folder,
+    read_environment,
+    single,
+)
 from labkit.report import render
 from labkit.report.text import count, listing
 
@@ -78,7 +84,7 @@ def _marks(records: list[Record]) -> Finding:
 
 def _tables(folder: Path) -> Finding:
     """Rebuilds the tables from the records, elsewhere, and compares them byte for byte."""
-    one = re.sub(r"^\d+x-", "", folder.name)
+    one = single(folder.name)
     with tempfile.TemporaryDirectory() as root:
         copy = Path(root, folder.name)
         # Chapter 07, in the folder of several devices, reads what one of them measured.
