@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
-from labkit.configs import PHASES, PRECISIONS, ModelConfig, check_known
+from labkit.configs import PHASES, PRECISIONS, ModelConfig, RequestError, check_known
 
 PHASE_FORWARDS = {
     "inference": 1,
@@ -360,7 +360,7 @@ def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
     The blocks are run in groups of the first number, of which only the inputs are kept; while a
     group is recomputed, the same is done within it by the next number.
 
-    Raises ValueError for a text that is no plan, and for numbers that do not fall or exceed
+    Raises RequestError for a text that is no plan, and for numbers that do not fall or exceed
     `num_layers`.
     """
     if text == "none":
@@ -370,12 +370,12 @@ def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
     except ValueError:
         plan = ()
     if not plan or any(low >= high for high, low in pairwise(plan)) or plan[-1] < 1:
-        raise ValueError(
+        raise RequestError(
             f"unknown plan {text!r}; accepted: 'none', or falling numbers of blocks such as '4' "
             f"or '8/2'"
         )
     if plan[0] > num_layers:
-        raise ValueError(f"plan {text!r} groups {plan[0]} blocks; the model has {num_layers}")
+        raise RequestError(f"plan {text!r} groups {plan[0]} blocks; the model has {num_layers}")
     return plan
 
 

@@ -211,22 +211,18 @@ def memory(setting: Setting) -> dict[str, float]:
     config = setting.config
     if config.num_layers > MOST_LAYERS:
         raise RequestError(f"{config.num_layers} layers; accepted: up to {MOST_LAYERS:,}")
-    try:
-        plan = accounting.checkpoint_plan(setting.recompute, config.num_layers)
-        moments = accounting.checkpoint_moments(
-            config,
-            setting.batch,
-            setting.context,
-            plan,
-            precision=setting.precision,
-            attention=setting.attention,
-            device_kind="cuda",
-            is_compiled=setting.way != "eager",
-            loss_in_chunks=setting.way == "ours",
-            shards=setting.num_gpus if setting.gpu_way == "fsdp" else 1,
-        )
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    moments = accounting.checkpoint_moments(
+        config,
+        setting.batch,
+        setting.context,
+        accounting.checkpoint_plan(setting.recompute, config.num_layers),
+        precision=setting.precision,
+        attention=setting.attention,
+        device_kind="cuda",
+        is_compiled=setting.way != "eager",
+        loss_in_chunks=setting.way == "ours",
+        shards=setting.num_gpus if setting.gpu_way == "fsdp" else 1,
+    )
     sharing = SHARING[setting.gpu_way]
     num_parameters = accounting.num_parameters(config)
     held = accounting.zero_bytes(num_parameters, setting.num_gpus, sharing.stage)
@@ -366,19 +362,17 @@ ERROR = ("error", "measured", "way", "case", "device")
 """Of what `memory_errors` and `errors` return: the relative error, GiB or ms, and the step."""
 
 
-def _steps(
-    chapter: Chapter, sections: Iterable[str], phase: str | list[str], value: str
-) -> list[dict]:
+def _steps(chapter: Chapter, sections: Iterable[str], phase: str, value: str) -> list[dict]:
     """Returns the recorded steps of a chapter that a plan knows, with the columns STEP but for
     roofs.
     """
     steps = []
-    rows = usable(select(chapter.records(*sections), phase=phase), value)
+    rows = usable(select(chapter.records(*sections), phase=phase, precision=PRECISIONS), value)
     # What a chapter does not vary, it does not say.
     rows = rows.fillna({"compile": "none", "plan": "none"})
     for row in rows.to_dict("records"):
         way = _way(row)
-        if not way or row["precision"] not in PRECISIONS:
+        if not way:
             continue
         step = {
             "setting": _setting(row, way),
