@@ -146,15 +146,15 @@ def _is_measured(row: Row | None, value: str) -> bool:
     return row is not None and pd.notna(row.get(value))
 
 
-def _missing(frame: pd.DataFrame, case: Row) -> str:
-    """Returns a case without a value in words, with what became of it where it was tried: "eager,
-    bf16, length 65,536 (out of memory)".
+def _unmeasured(frame: pd.DataFrame, case: Row) -> Fact:
+    """Returns the fact of a case without a value, in words, with what became of it where it was
+    tried: "eager, bf16, length 65,536 (out of memory)".
     """
     failures = set(select(frame, **case).get("status", [])) - {"ok"}
     words = ", ".join(sorted(failures)).replace("oom", "out of memory")
     # In one order, so that two sentences that lack one row say so once.
     name = case_name(dict(sorted(case.items())))
-    return f"{name} ({words})" if words else name
+    return Fact("", missing=f"{name} ({words})" if words else name)
 
 
 def compare(
@@ -182,7 +182,7 @@ def compare(
         whole = {**case, **side}
         row = only(frame, **whole)
         if not _is_measured(row, value):
-            return Fact(case_name(case), missing=_missing(frame, whole))
+            return _unmeasured(frame, whole)
         rows.append(row)
     return compare_rows(*rows, value, case_name(case), _sides(base, other, value))
 
@@ -238,11 +238,9 @@ def compare_all(
     small = []
     for key in cases:
         fact = compare(frame, base, other, value=value, **case, **key)
-        if fact.missing:
-            continue
         if fact.small:
             small.append(fact["ratio"])
-        else:
+        elif not fact.missing:
             # In parentheses, where a size's parameters would open another pair.
             words = case_name({name.removesuffix("size"): part for name, part in key.items()})
             facts[words] = fact
@@ -252,16 +250,16 @@ def compare_all(
     ordered = sorted((fact["ratio"], words) for words, fact in facts.items())
     least = ordered[0][0]
     most = ordered[-1][0]
-    named = [f"{ratio} ({words})" for ratio, words in (ordered[0], ordered[-1])]
+    named = [f"{ratio} ({words})" for ratio, words in ordered]
     counts = Counter(fact.verdict for fact in facts.values())
     verdict = next(iter(counts)) if len(counts) == 1 else MIXED
     is_few = len(facts) < LEAST_CASES
     if is_few:
-        reach = " and ".join(dict.fromkeys(named))
+        reach = " and ".join(named)
     elif most.value <= WIDEST_RANGE * least.value:
         reach = f"{least} to {most}"
     else:
-        reach = " to ".join(named)
+        reach = f"{named[0]} to {named[-1]}"
     left_out = ""
     if small:
         ends = dict.fromkeys([str(min(small)), str(max(small))])
@@ -272,7 +270,7 @@ def compare_all(
         **{name: Quantity(counts[name], "count") for name in verdicts.VERDICTS},
         "range": reach,
         "least": named[0],
-        "most": named[1],
+        "most": named[-1],
         "value": reach,
     }
     return Fact(
@@ -287,12 +285,12 @@ def compare_all(
 
 def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fact:
     """Returns one case's value, with its unit: {value}."""
-    name = case_name(case)
     row = only(frame, **case)
     if not _is_measured(row, value):
-        return Fact(name, missing=_missing(frame, case))
+        return _unmeasured(frame, case)
     shown = quantity(row, value, unit)
-    return Fact(name, {"value": shown}, small=_is_small(row, value), marked=bool(shown.mark))
+    small = _is_small(row, value)
+    return Fact(case_name(case), {"value": shown}, small=small, marked=bool(shown.mark))
 
 
 def share_of(frame: pd.DataFrame, condition: str, what: str, **case: Any) -> Fact:
@@ -318,11 +316,10 @@ def growth(frame: pd.DataFrame, x: str, value: str, low: float, high: float, **c
 
 def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
     """Returns the largest `x` of a case that was measured, {value}."""
-    name = case_name(case)
     rows = ok_rows(frame, **case)
     if rows.empty:
-        return Fact(name, missing=_missing(frame, case))
-    return Fact(name, {"value": Quantity(rows[x].max(), "count")})
+        return _unmeasured(frame, case)
+    return Fact(case_name(case), {"value": Quantity(rows[x].max(), "count")})
 
 
 def agreement(
