@@ -19,8 +19,6 @@ from labkit.report.chapter import (
     commits_of,
     dates_of,
     session_records,
-    shown_records,
-    torch_of,
     versions_of,
 )
 from labkit.report.frame import Row, by_way, cell, only, select, size_name, usable
@@ -364,12 +362,14 @@ def _fits_part(chapters: Chapters) -> list[str]:
 def _provenance_line(chapters: Chapters) -> str:
     records = session_records(chapters)
     gpu = first_of(chapters).gpu
-    parts = [f"{gpu['memory_bytes'] / 2**30:.0f} GiB"] if gpu else []
-    parts += [f"{gpu['power_limit_w']:.0f} W"] if gpu.get("power_limit_w") else []
-    parts += torch_of(records)
-    parts += [f"{len({record.session for record in records} - {''})} sessions"]
-    parts += [dates_of(records) or "–"]
-    return f"{' · '.join(parts)}. [{PROVENANCE}](#{anchor(PROVENANCE)})."
+    parts = [
+        f"{gpu['memory_bytes'] / 2**30:.0f} GiB" if gpu else "",
+        f"{gpu['power_limit_w']:.0f} W" if gpu.get("power_limit_w") else "",
+        versions_of("torch", records),
+        f"{len({record.session for record in records} - {''})} sessions",
+        dates_of(records) or "–",
+    ]
+    return f"{' · '.join(filter(None, parts))}. [{PROVENANCE}](#{anchor(PROVENANCE)})."
 
 
 def provenance(chapters: Chapters) -> str:
@@ -378,7 +378,7 @@ def provenance(chapters: Chapters) -> str:
     """
     first = first_of(chapters)
     every = session_records(chapters)
-    shown = shown_records(chapters)
+    shown = [record for chapter in chapters.values() for record in chapter.all_records()]
     lines = [
         f"Device: {_machine(first)}.",
         *(f"Lacking: {name}: {text}." for name, text in first.environment.get("lacks", {}).items()),
@@ -402,8 +402,8 @@ def _machine(chapter: Chapter) -> str:
     cpu = chapter.environment.get("cpu")
     text = chapter.device_name
     if gpu:
-        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
-        text += f", {memory}, {gpu['num_multiprocessors']} multiprocessors"
+        text += f", {gpu['memory_bytes'] / 2**30:.0f} GiB"
+        text += f", {gpu['num_multiprocessors']} multiprocessors"
     if gpu.get("power_limit_w"):
         text += f", {gpu['power_limit_w']:.0f} W"
     if gpu.get("max_sm_clock_mhz"):
@@ -415,8 +415,7 @@ def _machine(chapter: Chapter) -> str:
 
 def _versions(records: Sequence[Record]) -> str:
     packages = dict.fromkeys(name for record in records for name in record.software)
-    versions = {name: versions_of(name, records) for name in packages}
-    return ", ".join(f"{name} {seen}" for name, seen in versions.items() if seen)
+    return ", ".join(filter(None, (versions_of(name, records) for name in packages)))
 
 
 def _power_note(chapter: Chapter, records: Sequence[Record]) -> list[str]:
@@ -451,7 +450,7 @@ def chapters_table(chapters: Chapters) -> pd.DataFrame:
                 "records": status_counts(shown),
                 "sessions": len({record.session for record in every} - {""}),
                 "measured": dates_of(every) or "–",
-                "labkit": versions_of("labkit", shown),
+                "labkit": versions_of("labkit", shown).removeprefix("labkit "),
                 "commit": commits_of(shown) + (" +changes" if changed else ""),
             }
         )

@@ -22,7 +22,6 @@ from labkit.records import (
     check_measured,
     folder_of,
     newest,
-    newest_of,
     read_environment,
     single,
     to_frame,
@@ -104,9 +103,8 @@ class Chapter:
 
     @property
     def device_kind(self) -> str:
-        """Returns "cuda" or "cpu" as recorded; without an environment, as the slug begins."""
-        by_slug = "cpu" if self.device.startswith("cpu-") else "cuda"
-        return self.environment.get("device", {}).get("kind", by_slug)
+        """Returns "cuda" or "cpu" as recorded."""
+        return self.environment.get("device", {}).get("kind", "cuda")
 
     def of(self, notebook: str) -> "Chapter":
         """Returns another notebook's chapter on the same device, of several on one of them."""
@@ -168,7 +166,8 @@ class Chapter:
             )
         commits = commits_of(records)
         commit = f"commit {commits}" if commits else ""
-        parts = [self.device_name, *torch_of(records), dates_of(records), commit]
+        torch = versions_of("torch", records)
+        parts = [self.device_name, torch, dates_of(records), commit]
         return Markdown(f"*{' · '.join(filter(None, parts))}*")
 
     def say(
@@ -282,15 +281,11 @@ def chapters_of(device: str, output: Path | None = None) -> Chapters:
     """Returns the chapters of a device that have records; raises RequestError where none has."""
     root = output or FIGURES
     check_measured(device, root)
-    recorded = newest_of({name: folder_of(root, device, name) for name in notebooks.names()})
-    chapters = {
-        name: Chapter(name, device=device, output=str(output or ""))
-        for name, records in recorded.items()
-        if records
-    }
-    if not chapters:
+    chapters = [Chapter(name, device=device, output=str(root)) for name in notebooks.names()]
+    measured = {chapter.notebook: chapter for chapter in chapters if chapter.all_records()}
+    if not measured:
         raise RequestError(f"{root / device} holds no record")
-    return chapters
+    return measured
 
 
 class _Measurement(NamedTuple):
@@ -323,11 +318,6 @@ def _commit(record: Record) -> str:
     return record.source.get("commit", "")
 
 
-def shown_records(chapters: Chapters) -> list[Record]:
-    """Returns the shown records of all chapters."""
-    return [record for chapter in chapters.values() for record in chapter.all_records()]
-
-
 def session_records(chapters: Chapters) -> list[Record]:
     """Returns the records of all chapters and sessions that may enter a number."""
     return [record for chapter in chapters.values() for record in chapter.every_record()]
@@ -346,12 +336,9 @@ def commits_of(records: Iterable[Record]) -> str:
     return ", ".join(sorted({_commit(record)[:8] for record in records} - {""}))
 
 
-def torch_of(records: Iterable[Record]) -> list[str]:
-    """Returns ["torch 2.13.0"], the versions that the records were measured with; [] for none."""
-    versions = versions_of("torch", records)
-    return [f"torch {versions}"] if versions else []
-
-
 def versions_of(package: str, records: Iterable[Record]) -> str:
-    """Returns the versions of a package that the records were measured with: "0.1.0 and 0.2.0"."""
-    return listing(sorted({record.software.get(package) or "" for record in records} - {""}))
+    """Returns the versions of a package that the records were measured with, "torch 2.12.0 and
+    2.13.0"; "" for none.
+    """
+    versions = {record.software.get(package) or "" for record in records} - {""}
+    return f"{package} {listing(sorted(versions))}" if versions else ""

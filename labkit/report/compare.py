@@ -37,7 +37,6 @@ from labkit.report.chapter import (
     commits_of,
     dates_of,
     session_records,
-    torch_of,
     versions_of,
 )
 from labkit.report.facts import LEAST_MS, case_name
@@ -136,8 +135,7 @@ def _hindrance(base: Row | None, other: Row | None) -> str:
         if row["status"] != "ok":
             words = {"skipped": "not possible", "timeout": "took too long"}
             status = words.get(row["status"], row["status"])
-            reason = row["reason"].split("\n")[0]
-            return f"{status}: {reason[:80]}"
+            return f"{status}: {row['reason'][:80]}"
     one = base["measurement_version"]
     two = other["measurement_version"]
     if one != two:
@@ -346,8 +344,8 @@ def provenance(name: str, chapters: Chapters) -> str:
     """Returns which software measured a device, when, and from which commit."""
     records = session_records(chapters)
     parts = [
-        *torch_of(records),
-        f"labkit {versions_of('labkit', records)}",
+        versions_of("torch", records),
+        versions_of("labkit", records),
         dates_of(records),
         count(len({record.session for record in records}), "session"),
         f"commit {commits_of(records)}",

@@ -23,7 +23,7 @@ from labkit.records import (
     write_text_atomic,
 )
 from labkit.report import card, compare, figures, page, smoke
-from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of, torch_of
+from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of, versions_of
 from labkit.report.text import gib, listing
 
 MOST_AT_ONCE = 4
@@ -72,11 +72,6 @@ def rebuild(
         executed = _execute_all({name: values | own.get(name, {}) for name in chapters})
     else:
         executed = {name: notebooks.show(name, values) for name in chapters}
-    for notebook in executed.values():
-        for cell in notebook.cells:
-            if "outputs" in cell:
-                # What is printed is no result.
-                cell.outputs = [one for one in cell.outputs if one.output_type != "stream"]
     if save_notebooks:
         whole = _execute_all({name: {} for name in notebooks.names()}, lessons=True)
         for name, notebook in whole.items():
@@ -143,7 +138,7 @@ def devices_summary(root: Path) -> pd.DataFrame:
                 "chapters": listing(notebook[:2] for notebook in chapters),
                 "measurements": f"{sum(record.status == 'ok' for record in records):,}",
                 "measured": dates_of(records) or "–",
-                "software": ", ".join(torch_of(records)) or "–",
+                "software": versions_of("torch", records) or "–",
             }
         )
     return pd.DataFrame(rows)
@@ -247,7 +242,10 @@ def _save_outputs(name: str, executed, target: Path) -> None:
     notebook = notebooks.read(name)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for number, cell in enumerate(code, start=1):
-        cell["outputs"] = done.get(cell["id"], {}).get("outputs", [])
+        outputs = done.get(cell["id"], {}).get("outputs", [])
+        # What is printed is a result of lessons alone.
+        is_lesson = notebooks.LESSON in cell.metadata.get("tags", [])
+        cell["outputs"] = [one for one in outputs if is_lesson or one.output_type != "stream"]
         cell["execution_count"] = number if cell["id"] in done else None
         for output in cell["outputs"]:
             if "execution_count" in output:
