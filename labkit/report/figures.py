@@ -171,7 +171,7 @@ def line_with_band(
             linewidth=1.4,
             **style.line,
         )
-        if y == "median_ms" and {"p20_ms", "p80_ms"} <= set(rows):
+        if y == "median_ms":
             ends = measured["p20_ms"], measured["p80_ms"]
             axis.fill_between(measured[x], *ends, color=style.colour, alpha=0.2, linewidth=0)
     mark_failures(axis, rows, x, colour=style.colour)
@@ -195,15 +195,14 @@ def over_length(
     rows = select(rows, impl=list(names.values()))
     if usable(rows, value).empty:
         return None
-    titles = rows[panel].unique()
     # A tick at each measured length, at every other one where they are many.
     lengths = sorted(set(rows["length"]))
     ticks = lengths[:: len(lengths) // 7 + 1]
     labels = [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks]
-    figure, axes = panels(titles, height=3.2)
-    for axis, title in axes:
+    figure, axes = panels(rows.groupby(panel, sort=False), height=3.2)
+    for axis, (title, lines) in axes:
         for impl, name in names.items():
-            line = select(rows, **{panel: title}, impl=name)
+            line = select(lines, impl=name)
             style = STYLES.get(impl, OWN_STYLE)
             line_with_band(axis, line, "length", label=name, style=style, y=value)
         axis.set_title(title)
@@ -229,12 +228,11 @@ def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str
         rows: columns <class><suffix>, "matmul_ms"; NaN where a class has no kernel.
         panel: "" for one panel; label: of the x axis, with its unit.
     """
-    titles = rows[panel].unique() if panel else [""]
+    groups = rows.groupby(panel, sort=False) if panel else [("", rows)]
     bars = rows[bar].unique()
-    figure, axes = panels(titles, height=max(2.3, 0.8 + 0.3 * len(bars)))
+    figure, axes = panels(groups, height=max(2.3, 0.8 + 0.3 * len(bars)))
     thin = 0.001 * rows.filter(like=suffix).max().max()
-    for axis, title in axes:
-        shown = select(rows, **{panel: title}) if panel else rows
+    for axis, (title, shown) in axes:
         shown = shown.set_index(bar).reindex(bars)
         left = pd.Series(0.0, index=bars)
         for kind, colour in CLASS_COLOURS.items():

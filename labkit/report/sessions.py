@@ -71,8 +71,6 @@ def _of_measurement(
     sessions: Sequence[Record], waits: bool
 ) -> Iterable[tuple[str, str, float, float]]:
     """Yields row, kind and both times of each later session of one measurement and the first."""
-    if len(sessions) < 2:
-        return
     first = sessions[0]
     name = f"{first.section}: {case_name(first.case)}, {first.phase}"
     row = first.case | {"phase": first.phase, "timer_method": first.timer.get("method")}

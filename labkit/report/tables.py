@@ -27,7 +27,7 @@ NOT_IN_CSV = [
 
 def to_markdown(frame: pd.DataFrame) -> str:
     """Returns a Markdown table; numbers and statuses to the right; pipes and "<" escaped."""
-    texts = {name: [str(value) for value in frame[name].tolist()] for name in frame}
+    texts = frame.map(str)
     is_text = re.compile(
         r"(?<![A-Za-z])(?!undecided)[A-Za-z]{4}|\d{4}-\d\d"
     ).search  # a word or a date
@@ -37,7 +37,7 @@ def to_markdown(frame: pd.DataFrame) -> str:
         if any(is_text(text) and text not in STATUSES for text in texts[name])
     }
     rules = ["---" if name in left else "---:" for name in frame]
-    rows = [list(texts), *zip(*texts.values(), strict=True)]
+    rows = [texts.columns, *texts.itertuples(index=False)]
     head, *lines = [
         "".join(f"| {text} " if text else "| " for text in map(escaped, row)) + "|" for row in rows
     ]

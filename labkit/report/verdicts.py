@@ -105,7 +105,7 @@ def issued(row: Row) -> float:
 def by_session(row: Row, value: str) -> dict[str, float]:
     """Returns a row's value by session, those of its own commit, the oldest first."""
     sessions = row.get("sessions")
-    if not isinstance(sessions, dict) or not sessions:
+    if not isinstance(sessions, dict):
         sessions = {row.get("session"): row}
     return {session: metrics[value] for session, metrics in sessions.items() if metrics.get(value)}
 
