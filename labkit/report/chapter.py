@@ -65,8 +65,13 @@ class Chapter:
             `labkit report` do).
         own: name of a function of the user's in the records of `labkit bench`, which is shown too.
 
+    Attributes:
+        environment: as recorded, {} without one; gpu: what it says of the GPU, {} where there is
+            none; device_kind: "cuda" or "cpu".
+
     Raises:
-        RecordError: the records cannot be read, or are of another device.
+        RecordError: the environment cannot be read; later, the records cannot, or are of another
+            device.
     """
 
     def __init__(
@@ -84,27 +89,13 @@ class Chapter:
         self.asked_device = device
         self.folder = folder_of(Path(output or FIGURES), device, notebook)
         self.device = self.folder.name
+        self.environment = read_environment(self.folder)
+        self.gpu = self.environment.get("gpu", {})
+        recorded = self.environment.get("device", {})
+        self.device_name = recorded.get("name", self.device)
+        self.device_kind = recorded.get("kind", "cuda")
         self.save_figures = save_figures
         self.own = {own: f"yours: {own.split('@')[0]}"} if own else {}
-
-    @property
-    def environment(self) -> dict:
-        """Returns the recorded environment, {} without one."""
-        return read_environment(self.folder)
-
-    @property
-    def gpu(self) -> dict:
-        """Returns what the environment says of the GPU, {} where there is none."""
-        return self.environment.get("gpu") or {}
-
-    @property
-    def device_name(self) -> str:
-        return self.environment.get("device", {}).get("name", self.device)
-
-    @property
-    def device_kind(self) -> str:
-        """Returns "cuda" or "cpu" as recorded."""
-        return self.environment.get("device", {}).get("kind", "cuda")
 
     def of(self, notebook: str) -> "Chapter":
         """Returns another notebook's chapter on the same device, of several on one of them."""
