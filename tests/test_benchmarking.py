@@ -73,7 +73,7 @@ NUM_PARAMETERS = 3_084_928
 
 def test_every_phase_says_what_ran_and_its_rates():
     case = steps(*PHASES)
-    measured = measure(case, {"gemm fp32": 2.0, "copy": 5.0})
+    measured = measure(case, {"gemm fp32 achieved_tflops": 2.0, "copy fp32 achieved_gb_per_s": 5.0})
     assert list(measured) == list(PHASES)
     num_forwards = {"backward": 2, "forward_backward": 3, "train_step": 3}
     for phase, result in measured.items():

@@ -110,7 +110,9 @@ def test_a_contest_measures_what_its_label_says(monkeypatch):
     monkeypatch.setitem(sections.SUSTAINED_S, "cpu", 0.03)
     case = contest_case("tiled", "sdpa_flash", timed="in turn", precision="bf16")
     case = dataclasses.replace(case, sustained=("tiled backward",))
-    measured, failed = measure(case, {"gemm bf16": 0.5, "sustained gemm bf16": 0.5})
+    measured, failed = measure(
+        case, {f"gemm bf16 {kind}_tflops": 0.5 for kind in ("achieved", "sustained")}
+    )
     assert not failed and set(measured) == set(case.phases)
     factors = {"forward": 4, "backward": 10, "forward_backward": 14}
     for phase, result in measured.items():
@@ -208,7 +210,14 @@ def test_each_operation_is_held_to_its_formula(operation):
     for impl in set(problem.implementations) - {"compiled", "liger", "quack"}:
         for name in passes:
             assert 0 <= problem.judge(impl, name).budget_fraction <= 1
-            assert problem.rates(name, 1.0, {"copy": 1.0, "gemm fp32": 1.0})["ceiling_fraction"] > 0
+            assert (
+                problem.rates(
+                    name,
+                    1.0,
+                    {"copy fp32 achieved_gb_per_s": 1.0, "gemm fp32 achieved_tflops": 1.0},
+                )["ceiling_fraction"]
+                > 0
+            )
     right = problem.call("eager", passes[0])()
     with pytest.raises(AssertionError, match="wrong"):
         problem.verdicts(passes[0], [1.01 * x for x in right])

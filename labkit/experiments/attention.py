@@ -17,7 +17,6 @@ from torch import Tensor
 from labkit import numerics
 from labkit.configs import ATTENTION
 from labkit.device import Device
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import attention_formula, by_formula, draw
 from labkit.experiments.sections import (
     Plan,
@@ -65,7 +64,7 @@ no measurement.
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = ATTENTION[profile]
-    plan = Plan(grid, ceiling_cases(tuple(grid.series), grid.case_timeout_s))
+    plan = Plan(grid, grid.series)
 
     def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:
         call = {
@@ -260,6 +259,6 @@ _calls = section(
     _measure, lambda device, case: contextlib.nullcontext(AttentionCall(device, case.parameters))
 )
 
-SECTIONS = {**CEILINGS, **dict.fromkeys(("attention", "masked"), _calls)}
+SECTIONS = dict.fromkeys(("attention", "masked"), _calls)
 
 run_case = functools.partial(run_section, SECTIONS)

@@ -57,7 +57,6 @@ from labkit import numerics
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, check_known
 from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import (
     IN_TURN,
     ContestCase,
@@ -74,7 +73,7 @@ from labkit.experiments.operations import (
     StepFunction,
     watched,
 )
-from labkit.experiments.sections import run_section
+from labkit.experiments.sections import ceiling_cases, run_section
 from labkit.experiments.shared_step import WAYS, SharedStep, Way, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Session
 from labkit.models.transformer import language_model_loss
@@ -259,7 +258,6 @@ def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
 
 
 SECTIONS = {
-    **CEILINGS,
     **dict.fromkeys(("contest", "speed", "rivals", "kernels"), _contest),
     "attention": _attention_call,
     "wrappers": _wrappers,

@@ -18,7 +18,6 @@ from labkit.configs import (
     STEP_PHASES,
     WARMUP_PHASES,
 )
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.sections import Plan, run_section
 from labkit.experiments.step import run_steps, step_parameters
 from labkit.experiments.sweep import Case
@@ -31,7 +30,7 @@ MEASUREMENT_VERSION = 2
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = BENCHMARKING[profile]
-    plan = Plan(grid, ceiling_cases(grid.precisions, grid.case_timeout_s))
+    plan = Plan(grid, grid.precisions)
     for shape in itertools.product(grid.warmup_sizes, grid.warmup_contexts, ["fp32"]):
         for phase in WARMUP_PHASES:
             step = step_parameters(*shape)
@@ -67,9 +66,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     return plan
 
 
-SECTIONS = {
-    **CEILINGS,
-    **dict.fromkeys(("steps", "warmup", "compile", "execution"), run_steps),
-}
+SECTIONS = dict.fromkeys(("steps", "warmup", "compile", "execution"), run_steps)
 
 run_case = functools.partial(run_section, SECTIONS)

@@ -466,10 +466,11 @@ def contest(operation: Operation, case: ContestCase) -> Iterator[PhaseRun]:
         if phase in case.sustained:
             metrics |= sustained_metrics(
                 operation.device,
+                case.ceilings,
                 timed,
                 operation.call(impl, name),
+                operation.precision,
                 flops=metrics["flops"],
-                ceiling=case.ceilings.get(f"sustained gemm {operation.precision}"),
             )
         precision = numerics.live_precision(operation.dtype)
         return timed.measured(metrics, {**case.parameters, "precision": precision})

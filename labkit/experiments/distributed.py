@@ -23,7 +23,6 @@ from labkit.accounting import OPERATIONS
 from labkit.configs import DISTRIBUTED
 from labkit.device import Device, gpu_links, num_gpus, num_nodes, num_usable_cores
 from labkit.experiments import step_8b
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.sections import Plan, run_section
 from labkit.experiments.shared_step import NUM_WARMUP, WAYS, slowest, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -65,7 +64,7 @@ def cases(
     # On the only GPU of a machine every other case is skipped: nothing there needs a ceiling. A
     # machine without GPUs lists the cases of another.
     is_shared = is_cuda and num_gpus() != 1
-    plan = Plan(grid, ceiling_cases(grid.ceilings, grid.case_timeout_s) if is_shared else ())
+    plan = Plan(grid, grid.ceilings if is_shared else ())
     if "8b" in workload:
         plan.add(
             "8b",
@@ -282,5 +281,5 @@ def _run_8b(device: Device, case: Case) -> Iterator[PhaseRun]:
     return run_ranks(step_8b.board_rank, step_8b.measured, device, case, case.parameters)
 
 
-SECTIONS = {**CEILINGS, "collectives": _run_collectives, "steps": _run_steps, "8b": _run_8b}
+SECTIONS = {"collectives": _run_collectives, "steps": _run_steps, "8b": _run_8b}
 run_case = functools.partial(run_section, SECTIONS)

@@ -18,7 +18,6 @@ import triton.errors
 from labkit import numerics
 from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES
 from labkit.device import Device
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
 from labkit.experiments.operations import contest_case, new_attention
 from labkit.experiments.sections import Plan, empty_cache, run_section, section, timed
@@ -37,7 +36,7 @@ TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = FLASH_ATTENTION[profile]
-    plan = Plan(grid, ceiling_cases(tuple(grid.impls), grid.case_timeout_s))
+    plan = Plan(grid, grid.impls)
     for tile, causal in itertools.product(grid.algorithm_tiles, (False, True)):
         parameters = {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}
         phases = ["errors"] if causal else ["errors", "trace"]
@@ -193,7 +192,6 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
 
 
 SECTIONS = {
-    **CEILINGS,
     "algorithm": section(_measure_algorithm),
     "speed": contest_section(new_attention),
     "rivals": contest_section(new_attention),

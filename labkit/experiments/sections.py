@@ -1,5 +1,9 @@
 """How a case is run: its section's live objects, its phases one after another, and what all
-sections need for it.
+sections need for it; and the two sections that every session begins with.
+
+"host" is how long the host takes to issue work, see `measure.host`. "ceilings" is what the device
+can do at best: the rates of a matrix product and of a copy, in bursts and sustained, by which the
+session's results are divided.
 """
 
 import contextlib
@@ -18,9 +22,9 @@ from labkit.device import Device, detect
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure import host
 from labkit.measure.power import sustained
-from labkit.measure.timing import Timing, captured, synchronize
+from labkit.measure.timing import Timing, captured, synchronize, time_callable
 from labkit.monitor import Monitor
-from labkit.records import HOST_SECTION
+from labkit.records import HOST_SECTION, SESSION_SECTION
 
 Runner = Callable[[Device, Case], Iterator[PhaseRun]]
 """Yields the phases of a case on a device."""
@@ -33,12 +37,23 @@ SUSTAINED_S = {"cuda": 1.0, "cpu": 0.1}
 power limit so soon: its windows only show that they can be had.
 """
 
+CEILING_SIZES = {"cuda": 8192, "cpu": 1024}
+"""M = N = K of the matrix product: large enough that the device, not the launch, is what is
+measured.
+"""
+
+COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
+"""Bytes of the copied buffer, well past every cache; as much is written again."""
+
+CEILING_TIME_S = {"cuda": 3.0, "cpu": 0.5}
+"""Limit of the samples of one ceiling: a CPU never becomes steady enough to stop before it."""
+
 
 class Plan(list[Case]):
-    """The cases of a chapter, within the limits of its grid."""
+    """The cases of a chapter, within the limits of its grid: first the ceilings in `precisions`."""
 
-    def __init__(self, grid: Grid, cases: Iterable[Case] = ()):
-        super().__init__(cases)
+    def __init__(self, grid: Grid, precisions: Iterable[str] = ()):
+        super().__init__(ceiling_cases(precisions, grid.case_timeout_s))
         self.limits = {"timeout_s": grid.case_timeout_s, "time_limit_s": grid.time_limit_s}
 
     def add(self, section: str, parameters: dict, *phases: str, **options) -> None:
@@ -67,7 +82,7 @@ def run_section(sections: Mapping[str, Runner], case: Case) -> Iterator[PhaseRun
     raises Skip for one that the device lacks, or only emulates: it would be timed as something
     else.
 
-    A case of the section "host", which every session begins with, needs no entry in `sections`.
+    A case that every session begins with needs no entry in `sections`.
     """
     device = detect()
     precision = case.parameters.get("precision", "fp32")
@@ -78,13 +93,7 @@ def run_section(sections: Mapping[str, Runner], case: Case) -> Iterator[PhaseRun
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             raise Skip(f"{device.name} has no bfloat16")
     numerics.set_precision(precision)
-    yield from {HOST_SECTION: section(_measure_host), **sections}[case.section](device, case)
-
-
-def _measure_host(device: Device, case: Case, name: str) -> Measured:
-    if reason := host.unavailable(name, device.kind):
-        raise Skip(reason)
-    return timed(device, host.probe, name, device.kind).measured({}, case.parameters)
+    yield from (OF_EVERY_SESSION | sections)[case.section](device, case)
 
 
 @dataclass(frozen=True)
@@ -122,19 +131,19 @@ def timed(device: Device, timer: Callable[..., Timing], *args, **options) -> Tim
 
 def sustained_metrics(
     device: Device,
+    ceilings: dict[str, float | None],
     timed: Timed,
     call: Callable,
-    *,
-    ceiling: float | None = None,
+    precision: str,
     **work: float,
 ) -> dict:
     """Returns the metrics of `call` run back to back, see `measure.power`; its window joins the
     telemetry of `timed`.
 
     Args:
-        timed: what its timer gave. What was replayed from a CUDA graph is replayed here, and not
-            held up by the host. ceiling: the session's sustained TFLOP/s, where flops are counted;
-            work: `flops` or `num_bytes` of a call.
+        ceilings: the session's, {} for a call that is one. timed: what its timer gave. What was
+            replayed from a CUDA graph is replayed here, and not held up by the host. work: `flops`
+            or `num_bytes` of a call.
     """
     is_replayed = timed.timing.method == "graph"
     length_s = SUSTAINED_S[device.kind]
@@ -148,7 +157,7 @@ def sustained_metrics(
         **work,
     )
     metrics = window.metrics
-    if ceiling:
+    if ceiling := ceilings.get(f"gemm {precision} sustained_tflops"):
         fraction = metrics["sustained_tflops"] / ceiling
         metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": fraction}
     timed.telemetry["sustained"] = {**window.telemetry, "is_replayed": is_replayed}
@@ -168,7 +177,7 @@ def time_once_ms(call: Callable, device_kind: str) -> float:
 
 def rate_metrics(
     device: Device,
-    ceilings: dict[str, float],
+    ceilings: dict[str, float | None],
     median_ms: float,
     precision: str,
     *,
@@ -183,12 +192,12 @@ def rate_metrics(
     if flops:
         rate = flops / median_ms / 1e9
         metrics = {"flops": flops, "achieved_tflops": rate}
-        ceiling = ceilings.get(f"gemm {precision}")
+        ceiling = ceilings.get(f"gemm {precision} achieved_tflops")
         peak = peaks.tflops(peak_precision or precision) if peaks else None
     else:
         rate = num_bytes / median_ms / 1e6
         metrics = {"num_bytes": num_bytes, "achieved_gb_per_s": rate}
-        ceiling = ceilings.get("copy")
+        ceiling = ceilings.get("copy fp32 achieved_gb_per_s")
         peak = peaks.memory_gb_per_s if peaks else None
     return metrics | {
         "ceiling": ceiling,
@@ -223,3 +232,58 @@ def empty_cache() -> None:
     """Gives memory that no tensor holds back to the GPU, if there is one."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+# ---- what every session begins with --------------------------------------------------------------
+
+
+def _measure_host(device: Device, case: Case, name: str) -> Measured:
+    if reason := host.unavailable(name, device.kind):
+        raise Skip(reason)
+    return timed(device, host.probe, name, device.kind).measured({}, case.parameters)
+
+
+def ceiling_cases(precisions: Iterable[str], timeout_s: float) -> list[Case]:
+    """Returns a session's ceilings: a matrix product in each precision and one copy, none without
+    a precision.
+    """
+    parameters = [{"kind": "gemm", "precision": precision} for precision in precisions]
+    if parameters:
+        parameters.append({"kind": "copy", "precision": "fp32"})
+    return [Case(SESSION_SECTION, one, ("rate",), timeout_s) for one in parameters]
+
+
+def _measure_ceiling(device: Device, case: Case, phase: str) -> Measured:
+    """C = A·B, all n × n, of random normal data (zeros would draw less power), or a copy inside the
+    device.
+    """
+    described = dict(case.parameters)
+    precision = described["precision"]
+    if described["kind"] == "copy":
+        source = torch.randn(COPY_BYTES[device.kind] // 4, device=device.kind)
+        call = functools.partial(torch.empty_like(source).copy_, source)
+        work = {"num_bytes": 2 * source.nbytes}
+        observed = {"num_bytes": source.nbytes}
+    else:
+        n = CEILING_SIZES[device.kind]
+        dtype = numerics.tensor_dtype(precision)
+        a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
+        call = functools.partial(torch.matmul, a, b)
+        work = {"flops": 2 * n**3}
+        described["precision"] = numerics.live_precision(a.dtype)
+        observed = {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
+    options = {"device_kind": device.kind, "time_limit_s": CEILING_TIME_S[device.kind]}
+    if device.kind == "cuda":
+        # At its power limit, by what ran before or by many calls, a GPU is up to a fifth slower.
+        time.sleep(1)
+        options |= {"min_samples": 10, "max_samples": 10}
+    times = timed(device, time_callable, call, **options)
+    metrics = rate_metrics(device, {}, times.timing.median_ms, precision, **work)
+    metrics |= sustained_metrics(device, {}, times, call, precision, **work)
+    return times.measured(metrics, described, observed)
+
+
+OF_EVERY_SESSION = {
+    HOST_SECTION: section(_measure_host),
+    SESSION_SECTION: section(_measure_ceiling),
+}

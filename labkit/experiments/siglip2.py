@@ -23,7 +23,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from labkit.configs import SIGLIP2, check_known, siglip2_config
 from labkit.device import Device
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases
 from labkit.experiments.contest import contest_section, draw
 from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
 from labkit.experiments.sections import (
@@ -56,7 +55,7 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     is_gpu = device_kind == "cuda"
     dtype = "bf16" if is_gpu else "fp32"
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
-    plan = Plan(grid, ceiling_cases((dtype,), grid.case_timeout_s))
+    plan = Plan(grid, (dtype,))
     for workload, ways in grid.ways.items():
         if not ways:
             continue
@@ -324,13 +323,7 @@ def _measure(work: Work, case: Case, phase: str) -> Measured:
     flops = work.flops * (1 if phase == "forward" else 3)
     metrics |= rate_metrics(device, case.ceilings, times.timing.median_ms, precision, flops=flops)
     if phase in case.sustained:
-        metrics |= sustained_metrics(
-            device,
-            times,
-            call,
-            flops=flops,
-            ceiling=case.ceilings.get(f"sustained gemm {precision}"),
-        )
+        metrics |= sustained_metrics(device, case.ceilings, times, call, precision, flops=flops)
     return times.measured(metrics | work.metrics, case.parameters, keep="step_ms")
 
 
@@ -409,7 +402,6 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
 
 
 SECTIONS = {
-    **CEILINGS,
     "floor": section(_measure, _live(_products)),
     "steps": section(_measure, _live(_step)),
     "profile": section(_measure_profile, _live(_step)),

@@ -353,8 +353,7 @@ def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
         metrics |= rate_metrics(*against, flops=flops)
         metrics["tokens_per_s"] = step.tokens.numel() / (median_ms * 1e-3)
     if phase in case.sustained:
-        ceiling = case.ceilings.get(f"sustained gemm {precision}")
-        metrics |= sustained_metrics(device, times, call, flops=flops, ceiling=ceiling)
+        metrics |= sustained_metrics(device, case.ceilings, times, call, precision, flops=flops)
     return times.measured(metrics, step.described(), keep="step_ms")
 
 

@@ -342,7 +342,7 @@ def measured(case: Case, ranks: list[dict]) -> Measured:
     flops = accounting.phase_flops(
         model_config(parameters["size"]), 1, parameters["context"], "train_step", causal=True
     )
-    ceiling = case.ceilings.get(f"sustained gemm {parameters['precision']}")
+    ceiling = case.ceilings.get(f"gemm {parameters['precision']} sustained_tflops")
     rate = flops / seconds / 1e12
     metrics |= {
         "sustained_ms": metrics["mean_ms"],

@@ -105,7 +105,8 @@ class Case:
         sustained: phases that are also run back to back, see `sections.sustained_metrics`.
         compiles: it compiles kernels, which is done for several cases at a time before any is
             measured.
-        ceilings: the session's, as `ceiling_rates` names them; the session fills them in.
+        ceilings: metrics of the session's, as "gemm bf16 achieved_tflops" or "copy fp32
+            sustained_gb_per_s"; the session fills them in.
     """
 
     section: str
@@ -117,7 +118,7 @@ class Case:
     stop_at_failure: bool = False
     sustained: tuple[str, ...] = ()
     compiles: bool = False
-    ceilings: dict[str, float] = field(default_factory=dict)
+    ceilings: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -508,7 +509,7 @@ class Session:
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
         self.folder = Path(output or FIGURES) / self.device.slug / self.subfolder
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
-        self.ceilings: dict[str, float] = {}
+        self.ceilings: dict[str, float | None] = {}
         self.shared = {}  # by case, when it was measured and what that gave
         self._is_busy = False
         self._software = software_versions()
@@ -575,9 +576,6 @@ class Session:
         return missing
 
     def _run_section(self, section: str, cases: list[Case], progress: tqdm) -> None:
-        # Not above: it imports torch, as the experiment has.
-        from labkit.experiments.ceilings import ceiling_rates
-
         counts = Counter()
         outcomes = self._shared if section in SESSION_SECTIONS else self._settled
         self._worker = _Worker(self.module_name)
@@ -589,7 +587,9 @@ class Session:
                     self.store.append(self._record(case, phase, measured))
                     counts[measured.status] += 1
                     if section == SESSION_SECTION and measured.status == "ok":
-                        self.ceilings |= ceiling_rates(case, measured)
+                        ceiling = " ".join(case.parameters.values())
+                        named = {f"{ceiling} {key}": x for key, x in measured.metrics.items()}
+                        self.ceilings |= named
                 # In another order, floats add up to a little more than the total.
                 progress.update(min(expected_seconds(self, case), progress.total - progress.n))
         finally:
