@@ -5,7 +5,6 @@ Sections: "ceilings" (measured anew each session), "attention" (forward and back
 implementation), "masked" ("attention" with a causal mask, at few lengths).
 """
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -255,10 +254,6 @@ def saved_tensors(out: Tensor) -> list[Tensor]:
     return kept
 
 
-_calls = section(
-    _measure, lambda device, case: contextlib.nullcontext(AttentionCall(device, case.parameters))
-)
-
-SECTIONS = dict.fromkeys(("attention", "masked"), _calls)
+SECTIONS = dict.fromkeys(("attention", "masked"), section(_measure, AttentionCall))
 
 run_case = functools.partial(run_section, SECTIONS)

@@ -26,7 +26,6 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.step import (
     Step,
-    open_step,
     run_blocks,
     step_parameters,
 )
@@ -251,10 +250,10 @@ def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
 
 
 SECTIONS = {
-    "peaks": section(_measure_peak, open_step),
-    "timeline": section(_measure_timeline, open_step),
+    "peaks": section(_measure_peak, Step),
+    "timeline": section(_measure_timeline, Step),
     "block": section(_measure_part),
-    "checkpointing": section(_measure_checkpointing, open_step),
+    "checkpointing": section(_measure_checkpointing, Step),
 }
 
 

@@ -29,7 +29,7 @@ from labkit.configs import (
 )
 from labkit.device import Device
 from labkit.experiments.sections import Plan, run_section, section
-from labkit.experiments.step import Step, open_step, run_steps, step_parameters
+from labkit.experiments.step import Step, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.models.transformer import TransformerLM, language_model_loss
 from labkit.numerics import (
@@ -373,8 +373,8 @@ SECTIONS = {
     "dtypes": section(_measure_dtypes),
     "normalisation": section(measure_normalisation),
     "steps": run_steps,
-    "operators": section(_measure_operators, open_step),
-    "training": section(_measure_training, open_step),
+    "operators": section(_measure_operators, Step),
+    "training": section(_measure_training, Step),
 }
 
 run_case = functools.partial(run_section, SECTIONS)

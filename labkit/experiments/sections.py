@@ -6,7 +6,6 @@ can do at best: the rates of a matrix product and of a copy, in bursts and susta
 session's results are divided.
 """
 
-import contextlib
 import functools
 import gc
 import os
@@ -65,14 +64,18 @@ def section(measure: Callable[..., Measured], live: Callable | None = None) -> R
     measurement.
 
     Args:
-        live: context manager of (device, case) around the live object; without it, that is the
-            device.
+        live: makes the live object of the device and a case's parameters, and is closed after the
+            phases where it can be; without it, that is the device.
     """
 
     def run(device: Device, case: Case) -> Iterator[PhaseRun]:
-        with live(device, case) if live else contextlib.nullcontext(device) as subject:
+        subject = live(device, case.parameters) if live else device
+        try:
             for phase in case.phases:
                 yield phase, functools.partial(measure, subject, case, phase)
+        finally:
+            if hasattr(subject, "close"):
+                subject.close()
 
     return run
 

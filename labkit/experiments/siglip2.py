@@ -9,7 +9,6 @@ A step is timed by replaying it from a CUDA graph, call by call, and back to bac
 images of one size; "B" as many patches in images of many sizes.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -126,8 +125,6 @@ class Batch:
     """
 
     def __init__(self, device: Device, parameters: dict):
-        self.device = device
-        self.parameters = parameters
         self.config = siglip2_config(parameters["size"])
         side = self.config.position_side
         self.grids = draw_grids(parameters["workload"], parameters["images"], side)
@@ -248,10 +245,11 @@ class Work(NamedTuple):
     metrics: Mapping[str, float] = {}
 
 
-def _step(batch: Batch) -> Work:
+def _step(device: Device, parameters: dict) -> Work:
     """Returns the phases of a step under a way to run the encoder."""
+    batch = Batch(device, parameters)
     torch.manual_seed(0)
-    way = batch.parameters["way"]
+    way = parameters["way"]
     model, forward = (_transformers if way.startswith("transformers") else _encoder)(batch, way)
     if not forward().isfinite().all():
         raise AssertionError("the output is not finite")
@@ -274,13 +272,14 @@ def _step(batch: Batch) -> Work:
     is_captured = getattr(model, "step", EAGER) >= POSITIONS
     num_padded = int(batch.sizes.max()) * len(batch.sizes)
     metrics = {"padded_fraction": 1 - len(batch.patches) / num_padded}
-    return Work(batch.device, calls, batch.flops, is_captured, metrics)
+    return Work(device, calls, batch.flops, is_captured, metrics)
 
 
-def _products(batch: Batch) -> Work:
+def _products(device: Device, parameters: dict) -> Work:
     """Returns the products of all layers, one after another, on tensors of a step's shapes: nothing
     else.
     """
+    batch = Batch(device, parameters)
     config = batch.config
     rows = len(batch.patches)
     width = config.d_model
@@ -303,12 +302,7 @@ def _products(batch: Batch) -> Work:
 
     calls = {phase: functools.partial(products, phase) for phase in PASSES}
     num_weights = config.num_layers * sum(after * before for after, before in weights)
-    return Work(batch.device, calls, 2 * rows * num_weights)
-
-
-def _live(make: Callable[[Batch], Work]) -> Callable:
-    """Returns `make` as `section` takes it: of (device, case), in a context."""
-    return lambda device, case: contextlib.nullcontext(make(Batch(device, case.parameters)))
+    return Work(device, calls, 2 * rows * num_weights)
 
 
 def _measure(work: Work, case: Case, phase: str) -> Measured:
@@ -402,9 +396,9 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
 
 
 SECTIONS = {
-    "floor": section(_measure, _live(_products)),
-    "steps": section(_measure, _live(_step)),
-    "profile": section(_measure_profile, _live(_step)),
+    "floor": section(_measure, _products),
+    "steps": section(_measure, _step),
+    "profile": section(_measure_profile, _step),
     "accuracy": section(_measure_accuracy),
     "kernels": contest_section(row_operation),
 }

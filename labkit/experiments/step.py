@@ -312,11 +312,6 @@ class Step:
         empty_cache()
 
 
-def open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[Step]:
-    """Returns a context with the step of a case, which is freed after it."""
-    return contextlib.closing(Step(device, case.parameters))
-
-
 def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
     device = step.device
     if device.kind == "cpu" and step.precision == "fp16":
@@ -357,7 +352,7 @@ def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
     return times.measured(metrics, step.described(), keep="step_ms")
 
 
-run_steps = section(_measure_phase, open_step)
+run_steps = section(_measure_phase, Step)
 """Runs the phases of a training step, as notebooks 01, 03 and 05 take it into their sections."""
 
 
