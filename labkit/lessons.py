@@ -19,7 +19,7 @@ from IPython.display import Markdown
 from labkit import notebooks
 from labkit.configs import AUTO_PROFILE, FIGURES, THIS_DEVICE, RequestError, check_known
 from labkit.device import detect, slug_of
-from labkit.experiments.sweep import Session
+from labkit.experiments import sweep
 from labkit.records import check_measured
 from labkit.report.chapter import Chapter
 
@@ -60,11 +60,11 @@ def open_chapter(
             "fresh": fresh,
             "options": options,
         }
-        session = Session(notebook, **settings)
-        session.run()
+        sessions = [sweep.Session(notebook, **settings)]
         if own:
-            OwnSession(notebook, own, **settings).run()
-        device = session.device.slug
+            sessions.append(OwnSession(notebook, own, **settings))
+        sweep.measure(sessions)
+        device = sessions[0].device.slug
     else:
         device = slug_of(device)
         try:

@@ -265,7 +265,7 @@ def start(output: Path, plan: Sequence[Case], mark: str = "") -> int:
         # A shell without job control starts what it puts in the background deaf to interrupts, and
         # all that starts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        open_session(output, plan).run()
+        sweep.measure([open_session(output, plan)])
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -61,7 +61,7 @@ def outcome(monkeypatch, function, op="attention", name="forward", **sizes) -> l
     monkeypatch.setitem(bench.RIVALS[op], "mine@0", Implementation(function))
     parameters = {"operation": op, **SHAPES[op], **sizes, "precision": "fp32"}
     other = "torch" if name == "step" else "eager"
-    case = bench.BenchCase("contest", parameters, (f"mine@0 {name}", f"{other} {name}"), 60.0, 0.01)
+    case = bench.Case("contest", parameters, (f"mine@0 {name}", f"{other} {name}"), 60.0, 0.01)
     ceilings = {"gemm fp32 achieved_tflops": 1e3 if torch.cuda.is_available() else 1.0}
     measured, failed = measure_all(bench.run_case, case, ceilings)
     return [failed.get(phase) or measured[phase].metrics for phase in case.phases]
@@ -398,7 +398,7 @@ def test_wrappers_are_timed_beside_ours_and_held_to_the_ranks_average(tmp_path):
         "transport": "gloo",
     }
     phases = (*(f"{one.label} step" for one in entrants), "ours step")
-    case = bench.BenchCase("wrappers", parameters, phases, 200.0, 0.01, entrants=entrants)
+    case = bench.Case("wrappers", parameters, phases, 200.0, 0.01, entrants=entrants)
     measured, failed = measure_all(bench.run_case, case)
     assert list(measured) == [phases[0], "ours step"]
     for row in measured.values():

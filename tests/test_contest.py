@@ -15,7 +15,6 @@ from chapters import CPU, measure_all
 from labkit.configs import PASSES
 from labkit.device import Device
 from labkit.experiments import contest, flash_attention, operations, sections, siglip2
-from labkit.experiments.contest import ContestCase
 from labkit.experiments.flash_attention import run_case
 from labkit.experiments.sweep import Case
 from labkit.kernels.reference import attention_reference
@@ -70,8 +69,8 @@ on_cpu = pytest.mark.usefixtures("on_a_cpu")
 SHAPE = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, "precision": "fp32"}
 
 
-def contest_case(*impls: str, names=PASSES, **changes) -> ContestCase:
-    return ContestCase(
+def contest_case(*impls: str, names=PASSES, **changes) -> Case:
+    return Case(
         "speed",
         SHAPE | changes,
         tuple(f"{impl} {name}" for name in names for impl in impls),

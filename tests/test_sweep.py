@@ -81,7 +81,7 @@ def pids(output: Path, name: str) -> list[int]:
 
 
 def run(output: Path, plan: list[sweep.Case], *, fresh: bool = False) -> None:
-    open_session(output, plan, fresh=fresh).run()
+    sweep.measure([open_session(output, plan, fresh=fresh)])
 
 
 ENDED = {

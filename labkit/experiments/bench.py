@@ -59,7 +59,6 @@ from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
 from labkit.experiments.contest import (
     IN_TURN,
-    ContestCase,
     Implementation,
     contest_section,
 )
@@ -75,7 +74,7 @@ from labkit.experiments.operations import (
 )
 from labkit.experiments.sections import ceiling_cases, run_section
 from labkit.experiments.shared_step import WAYS, SharedStep, Way, steps_rank
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Session
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Session, measure
 from labkit.models.transformer import language_model_loss
 from labkit.parallel.data_parallel import finish_gradients
 from labkit.records import SESSION_SECTIONS, to_frame
@@ -128,13 +127,6 @@ class Entrant:
     label: str
 
 
-@dataclass(frozen=True)
-class BenchCase(ContestCase):
-    """A contest that functions of the user join."""
-
-    entrants: tuple[Entrant, ...] = ()
-
-
 # ---- in the worker -------------------------------------------------------------------------------
 
 
@@ -150,7 +142,7 @@ def _load(entrant: Entrant) -> Callable:
     return getattr(module, entrant.name)
 
 
-def _enter(case: BenchCase) -> str:
+def _enter(case: Case) -> str:
     """Makes implementations of the case's functions; returns the operation."""
     operation = case.parameters.get("operation", "attention")
     for entrant in case.entrants:
@@ -161,12 +153,12 @@ def _enter(case: BenchCase) -> str:
     return operation
 
 
-def _contest(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
+def _contest(device: Device, case: Case) -> Iterator[PhaseRun]:
     _enter(case)
     return contest_section(watched)(device, case)
 
 
-def _attention_call(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
+def _attention_call(device: Device, case: Case) -> Iterator[PhaseRun]:
     """Chapter 05's calls, which are not timed in turn, of a function that has been watched."""
     label = case.parameters["impl"]
     shape = {**case.parameters, "heads": 1, "causal": False}
@@ -177,7 +169,7 @@ def _attention_call(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
     return attention.run_case(case)
 
 
-def _wrappers(device: Device, case: BenchCase) -> Iterator[PhaseRun]:
+def _wrappers(device: Device, case: Case) -> Iterator[PhaseRun]:
     return distributed.run_ranks(
         wrapper_rank,
         _measured_wrapper,
@@ -237,7 +229,7 @@ def _gradient_deviation(wrapped: nn.Module, parameters: dict) -> float:
     return torch.tensor(errors).max().item()  # what is no number, where one is
 
 
-def _measured_wrapper(case: BenchCase, ranks: distributed.Seen) -> Measured:
+def _measured_wrapper(case: Case, ranks: distributed.Seen) -> Measured:
     deviation = max(rank["gradient_deviation"] for rank in ranks)
     if not deviation <= LARGEST_DEVIATION:
         raise Refused(f"its gradients are not the ranks' averages, but {deviation:.2g} off")
@@ -320,12 +312,11 @@ class OwnSession(BenchSession):
                     # A backward pass alone has the inputs of a forward pass before it.
                     names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
                     phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
-                case = BenchCase(
-                    case.section,
-                    parameters,
-                    phases,
-                    case.timeout_s,
-                    case.time_limit_s,
+                case = replace(
+                    case,
+                    parameters=parameters,
+                    phases=phases,
+                    compiles=False,
                     entrants=(entrant,),
                 )
             elif case.section not in SESSION_SECTIONS:
@@ -391,11 +382,9 @@ def bench(
     folder = Path(output or FIGURES) / device.slug / BenchSession.subfolder
     entrants = dict.fromkeys(_entrant(function, folder) for function in functions)
 
-    def contest(impls: Iterable[str], *entrants: Entrant) -> BenchCase:
+    def contest(impls: Iterable[str], *entrants: Entrant) -> Case:
         phases = tuple(f"{impl} {name}" for name in PASSES.get(op, ("step",)) for impl in impls)
-        return BenchCase(
-            section, parameters, phases, timeout_s, fresh_process=True, entrants=entrants
-        )
+        return Case(section, parameters, phases, timeout_s, fresh_process=True, entrants=entrants)
 
     timeout_s = min(timeout_s, 1e6)  # no process can be waited for longer than 24 days
     session = BenchSession(
@@ -406,7 +395,7 @@ def bench(
         *(contest([one.label], one) for one in entrants),
         contest(rivals),
     ]
-    session.run()
+    measure([session])
     frame = to_frame(
         x for x in session.store.load() if (x.session, x.section) == (session.id, section)
     )

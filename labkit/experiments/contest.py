@@ -63,6 +63,9 @@ MAX_ROUNDS = 10
 ORACLE_SCORES = 2**25
 """fp64 scores that are held at once (256 MiB a matrix), whatever the length."""
 
+RANKING = "rivals"
+"""The section whose candidates are ranked, and so have times by events beside the others."""
+
 IN_TURN = "in turn"
 """A case's parameter "timed", unless its one implementation is timed alone."""
 
@@ -106,17 +109,6 @@ class Implementation:
     function: Callable
     unavailable: Callable[["Operation"], str | None] = lambda operation: None
     module: str = ""
-
-
-@dataclass(frozen=True)
-class ContestCase(Case):
-    """A case whose worker imports `modules` first, which register implementations.
-
-    Where candidates are ranked there are times by events beside the others.
-    """
-
-    modules: tuple[str, ...] = ()
-    is_ranking: bool = False
 
 
 @dataclass
@@ -432,7 +424,7 @@ def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
     device and a case's parameters.
     """
 
-    def run(device: Device, case: ContestCase) -> Iterator[PhaseRun]:
+    def run(device: Device, case: Case) -> Iterator[PhaseRun]:
         for module in case.modules:
             importlib.import_module(module)
         # A graph whose buffers are given to the first backward pass can have no second one.
@@ -452,7 +444,7 @@ def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
     return run
 
 
-def contest(operation: Operation, case: ContestCase) -> Iterator[PhaseRun]:
+def contest(operation: Operation, case: Case) -> Iterator[PhaseRun]:
     """Yields the phases: those that cannot be had first, then those that were timed, pass by
     pass.
     """
@@ -504,7 +496,7 @@ def _raise(error: Exception):
 
 def time_in_turn(
     operation: Operation,
-    case: ContestCase,
+    case: Case,
     name: str,
     impls: Sequence[str],
     verdicts: dict[str, numerics.Verdict],
@@ -537,7 +529,7 @@ def time_in_turn(
             if once_ms[impl] < LAUNCH_LIMIT_MS:
                 launched = time_callable(calls[impl], method="window", **limits).metrics()
                 metrics |= {key: launched[key] for key in ("launch_median_ms", "host_median_ms")}
-            if case.is_ranking:
+            if case.section == RANKING:
                 flushed = time_callable(calls[impl], method="flush", **limits)
                 metrics["flush_median_ms"] = flushed.median_ms
         times.append((impl, Timed(comparison.timings[impl], dict(monitor.summary)), metrics))

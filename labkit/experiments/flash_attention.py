@@ -18,7 +18,7 @@ import triton.errors
 from labkit import numerics
 from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES
 from labkit.device import Device
-from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
+from labkit.experiments.contest import IN_TURN, RANKING, contest_section
 from labkit.experiments.operations import contest_case, new_attention
 from labkit.experiments.sections import Plan, empty_cache, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, Skip
@@ -49,13 +49,12 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         **plan.limits,
         "compiles": True,
         "time_limit_s": grid.rivals_time_limit_s,
-        "is_ranking": True,
         "sustained": tuple(f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained),
     }
     for shape in grid.rivalries:
         plan.append(
             contest_case(
-                "rivals", "attention", {**shape, "precision": "bf16"}, grid.rivals, **ranking
+                RANKING, "attention", {**shape, "precision": "bf16"}, grid.rivals, **ranking
             )
         )
     # Shape by shape what is timed in turn, and what is timed alone.
@@ -80,14 +79,11 @@ def cases(profile: str, device_kind: str) -> list[Case]:
             )
             for impl in here:
                 if impl in MATERIALISING:
-                    plan.append(
-                        ContestCase(
-                            "speed",
-                            {**shape, "timed": f"alone: {impl}"},
-                            tuple(f"{impl} {name}" for name in PASSES),
-                            compiles=impl != "eager",
-                            **plan.limits,
-                        )
+                    plan.add(
+                        "speed",
+                        {**shape, "timed": f"alone: {impl}"},
+                        *(f"{impl} {name}" for name in PASSES),
+                        compiles=impl != "eager",
                     )
     for precision, impls in grid.memory_impls.items():
         for impl, length in itertools.product(impls, grid.memory_lengths):
@@ -194,7 +190,7 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
 SECTIONS = {
     "algorithm": section(_measure_algorithm),
     "speed": contest_section(new_attention),
-    "rivals": contest_section(new_attention),
+    RANKING: contest_section(new_attention),
     "tiles": section(_measure_tile),
     "memory": section(_measure_memory),
 }

@@ -29,7 +29,6 @@ from labkit import accounting
 from labkit.configs import PASSES, ModelConfig, check_known
 from labkit.device import Device
 from labkit.experiments.contest import (
-    ContestCase,
     Implementation,
     Operation,
     Tensors,
@@ -39,7 +38,7 @@ from labkit.experiments.contest import (
     draw,
 )
 from labkit.experiments.sections import empty_cache
-from labkit.experiments.sweep import Refused
+from labkit.experiments.sweep import Case, Refused
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.adamw import FusedAdamW
 from labkit.kernels.attention import IMPLS, attention, unavailable_reason
@@ -86,13 +85,13 @@ def contest_case(
     impls: Sequence[str],
     passes: Sequence[str] = PASSES,
     **limits,
-) -> ContestCase:
+) -> Case:
     """Returns the case of a contest of `impls` and of all registered ones."""
     registered = IMPLEMENTATIONS[operation].items()
     modules = {name: each.module for name, each in registered if each.module}
     entrants = dict.fromkeys((*impls, *modules))
     phases = tuple(f"{impl} {name}" for name in passes for impl in entrants)
-    return ContestCase(section, parameters, phases, modules=tuple(modules.values()), **limits)
+    return Case(section, parameters, phases, modules=tuple(modules.values()), **limits)
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -84,9 +84,9 @@ LOCK_HELD = "LABKIT_LOCK_HELD"
 """Environment variable that tells child processes which device's lock this process holds for them.
 """
 
-PRELOADED = ("torch._dynamo",)
-"""What the server imports beside the experiment; each worker would take seconds to import it for
-its first optimizer.
+PRELOADED = ("labkit.experiments.bench", "torch._dynamo")
+"""What the server imports beside the chapters' experiments; each worker would take seconds to
+import the last one for its first optimizer.
 """
 
 
@@ -105,6 +105,9 @@ class Case:
         sustained: phases that are also run back to back, see `sections.sustained_metrics`.
         compiles: it compiles kernels, which is done for several cases at a time before any is
             measured.
+        modules: what a contest's worker imports first: they register implementations.
+        entrants: functions of the user's that join it, see `bench.Entrant`.
+        experiment: the module that runs it; the session fills it in.
         ceilings: metrics of the session's, as "gemm bf16 achieved_tflops" or "copy fp32
             sustained_gb_per_s"; the session fills them in.
     """
@@ -118,6 +121,9 @@ class Case:
     stop_at_failure: bool = False
     sustained: tuple[str, ...] = ()
     compiles: bool = False
+    modules: tuple[str, ...] = ()
+    entrants: tuple = ()
+    experiment: str = ""
     ceilings: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -181,14 +187,13 @@ def _failure(error: BaseException) -> tuple[str, str]:
     return "timeout" if isinstance(error, TimeoutError) else "error", reason
 
 
-def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -> None:
+def _worker_main(connection: Connection, is_rehearsal: bool) -> None:
     """Runs cases until the connection closes; ends after the first failure.
 
     Answers with ("phase", its name) before a phase and with ("ok", Measured), or "skipped" and the
     reason, after it; at last with a status and the reason of the phases that were not begun.
     """
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
-    experiment = importlib.import_module(module_name)
     if is_rehearsal:
         for sizes in (SIZES, SIGLIP2_SIZES):
             sizes.update({name: replace(one, num_layers=1) for name, one in sizes.items()})
@@ -212,8 +217,9 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
             case = connection.recv()
         except EOFError:
             return
+        status, reason = "skipped", "the experiment has no such phase"
         try:
-            for phase, run in experiment.run_case(case):
+            for phase, run in importlib.import_module(case.experiment).run_case(case):
                 connection.send(("phase", phase))
                 try:
                     connection.send(("ok", run()))
@@ -224,19 +230,16 @@ def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -
         except BaseException as error:
             status, reason = _failure(error)
             # What fails in a function of the user's is told in its record alone.
-            if status == "error" and not getattr(case, "entrants", ()):
+            if status == "error" and not case.entrants:
                 traceback.print_exception(error)
-            connection.send((status, reason))
-            if status != "skipped":
-                sys.stderr.flush()
-                os._exit(0)  # a failed device context must run no destructors and no other case
-        else:
-            connection.send(("skipped", "the experiment has no such phase"))
+        connection.send((status, reason))
+        if status != "skipped":
+            os._exit(0)  # a failed device context must run no destructors and no other case
 
 
 @cache
-def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
-    """Returns the context that starts workers, a fork server that is loading the experiment.
+def _worker_context() -> multiprocessing.context.BaseContext:
+    """Returns the context that starts workers, a fork server that is loading the experiments.
 
     Sets how OpenMP waits and how many threads it starts, for this process too if it has not loaded
     torch yet.
@@ -254,8 +257,7 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         # code from there.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
     # One server serves the sessions of all notebooks.
-    chapters = (f"labkit.experiments.{name.split('_', 1)[1]}" for name in notebooks.names())
-    preloaded = [module_name, *chapters, *PRELOADED]
+    preloaded = [*map(_experiment_of, notebooks.names()), *PRELOADED]
     if not has_gpu_driver():
         # With a GPU, which the server must not touch, each worker imports the compiler.
         preloaded.append("torch._inductor.compile_fx")
@@ -286,6 +288,11 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     return context
 
 
+def _experiment_of(notebook: str) -> str:
+    """Returns the name of the module that measures what a notebook shows."""
+    return f"labkit.experiments.{notebook.split('_', 1)[1]}"
+
+
 def _unmeasured(case: Case, status: str, reason: str) -> Measured:
     """Returns what becomes of a phase that has no metrics; the reason is one line."""
     return Measured({}, case.parameters, status=status, reason=reason.strip().split("\n")[0][:500])
@@ -296,8 +303,7 @@ class _Worker:
     another after a failure.
     """
 
-    def __init__(self, module_name: str, is_rehearsal: bool = False):
-        self.module_name = module_name
+    def __init__(self, is_rehearsal: bool = False):
         self.is_rehearsal = is_rehearsal
         self.process: multiprocessing.Process | None = None
 
@@ -336,11 +342,9 @@ class _Worker:
                 phase = ""
 
     def _start(self) -> None:
-        context = _worker_context(self.module_name)
+        context = _worker_context()
         self.connection, theirs = context.Pipe()
-        process = context.Process(
-            target=_worker_main, args=(theirs, self.module_name, self.is_rehearsal)
-        )
+        process = context.Process(target=_worker_main, args=(theirs, self.is_rehearsal))
         process.start()  # an interrupt may come while the server is still importing
         self.process = process
         theirs.close()
@@ -458,8 +462,8 @@ clocks and temperatures are others.
 
 
 class Session:
-    """One run of a notebook's measurements on this device; `run` measures what is not recorded yet,
-    and nothing is written before.
+    """One run of a notebook's measurements on this device; `measure` measures what is not recorded
+    yet, and nothing is written before.
 
     Args:
         notebook: its file name without the ending.
@@ -488,8 +492,8 @@ class Session:
         options: dict,
     ):
         self.notebook = notebook
-        self.module_name = f"labkit.experiments.{notebook.split('_', 1)[1]}"
-        _worker_context(self.module_name)  # starts loading the experiment in the server
+        self.module_name = _experiment_of(notebook)
+        _worker_context()  # starts loading the experiments in the server
         self.experiment = importlib.import_module(self.module_name)
         self.device = measured_by(notebook)
         if device not in (THIS_DEVICE, self.device.slug, detect().slug):
@@ -516,35 +520,23 @@ class Session:
         self._source = source_state()
         self.store.load()  # raises for an unreadable file before anything is written
 
-    def run(self, progress: tqdm | None = None) -> None:
-        """Measures the cases that are not recorded yet, one record per phase, under the device's
-        lock. Then writes the file that says that all were tried.
-
-        Args:
-            progress: of a run of several sessions; by default this one's own.
+    def run(self, progress: tqdm) -> None:
+        """Measures the cases that are not recorded yet, one record per phase. Then writes the file
+        that says that all were tried.
 
         Raises RecordError where another run is writing to the record file.
         """
         done = done_path(self.folder, self.notebook)
-        lock = contextlib.nullcontext()
-        if self.pending():
-            lock = measuring_lock(self.device, self.notebook)
-        with lock, self.store.locked():
+        with self.store.locked():
             self.store.repair()
             write_json(self.folder / "environment.json", environment(self.device))
             done.unlink(missing_ok=True)
             pending = self.pending()
             if not pending:
                 print(f"{self.notebook}: all recorded before; --fresh measures again")
-            with contextlib.ExitStack() as stack:
-                # Each worker would first run again the script that measures: multiprocessing takes
-                # it from here.
-                stack.callback(sys.modules.update, __main__=sys.modules["__main__"])
-                sys.modules["__main__"] = ModuleType("__main__")
-                progress = progress or stack.enter_context(progress_bar([self]))
-                for section in dict.fromkeys(case.section for case in pending):
-                    cases = [one for one in pending if one.section == section]
-                    self._run_section(section, cases, progress)
+            for section in dict.fromkeys(case.section for case in pending):
+                cases = [one for one in pending if one.section == section]
+                self._run_section(section, cases, progress)
         profile = "full" if self.profile == "key" else self.profile
         grid = self.experiment.cases(profile, self.device.kind)
         num_missing = sum(len(case.phases) for case in self._missing(grid, self.store.load()))
@@ -578,7 +570,7 @@ class Session:
     def _run_section(self, section: str, cases: list[Case], progress: tqdm) -> None:
         counts = Counter()
         outcomes = self._shared if section in SESSION_SECTIONS else self._settled
-        self._worker = _Worker(self.module_name)
+        self._worker = _Worker()
         try:
             for case in cases:
                 label = " ".join([section, *map(str, case.parameters.values())])
@@ -630,7 +622,8 @@ class Session:
     def _outcomes(self, case: Case) -> Iterator[tuple[str, Measured]]:
         """Yields what became of each phase of a case, once."""
         left = list(case.phases)
-        for phases, measured in self._worker.outcomes(replace(case, ceilings=self.ceilings)):
+        whole = replace(case, ceilings=self.ceilings, experiment=self.module_name)
+        for phases, measured in self._worker.outcomes(whole):
             for phase in phases:
                 left.remove(phase)
                 outcome = self._checked(case, phase, measured)
@@ -729,7 +722,12 @@ def rehearse(sessions: Sequence[Session]) -> None:
     Each case runs once, a model with one block instead of all: its compiled code is the same, and
     the compilers keep it on disk. What that gives is dropped.
     """
-    cases = [(one.module_name, case) for one in sessions for case in one.pending() if case.compiles]
+    cases = [
+        replace(case, experiment=one.module_name, time_limit_s=0.0, sustained=())
+        for one in sessions
+        for case in one.pending()
+        if case.compiles
+    ]
     num_workers = min(len(cases), num_usable_cores(), MOST_REHEARSALS)
     if num_workers < 2:
         return
@@ -743,12 +741,9 @@ def rehearse(sessions: Sequence[Session]) -> None:
     left = iter(cases)
 
     def rehearse_some() -> None:
-        worker = _Worker(sessions[0].module_name, is_rehearsal=True)
-        for module_name, case in left:  # which all threads share
-            if module_name != worker.module_name:
-                worker.close()
-                worker = _Worker(module_name, is_rehearsal=True)
-            list(worker.outcomes(replace(case, time_limit_s=0.0, sustained=())))
+        worker = _Worker(is_rehearsal=True)
+        for case in left:  # which all threads share
+            list(worker.outcomes(case))
             bar.update()
         worker.close()
 
@@ -765,12 +760,22 @@ def rehearse(sessions: Sequence[Session]) -> None:
 
 
 def measure(sessions: Sequence[Session]) -> None:
-    """Measures what several sessions have not recorded yet, under one bar."""
-    if sessions[0].device.kind == "cuda":
-        rehearse(sessions)  # on a CPU it would take the cores that compile each case as it comes
-    with progress_bar(sessions) as progress:
+    """Measures what several sessions have not recorded yet, under the device's lock and one bar."""
+    first = sessions[0]
+    with contextlib.ExitStack() as stack:
+        if any(session.pending() for session in sessions):
+            stack.enter_context(measuring_lock(first.device, first.notebook))
+        # Each worker would first run again the script that measures: multiprocessing takes it from
+        # here.
+        stack.callback(sys.modules.update, __main__=sys.modules["__main__"])
+        sys.modules["__main__"] = ModuleType("__main__")
+        if first.device.kind == "cuda":
+            rehearse(
+                sessions
+            )  # on a CPU it would take the cores that compile each case as it comes
+        progress = stack.enter_context(progress_bar(sessions))
         for session in sessions:
-            session.shared = sessions[0].shared
+            session.shared = first.shared
             session.run(progress)
 
 
