@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from labkit import numerics
-from labkit.configs import ATTENTION
+from labkit.configs import ATTENTION, check_known
 from labkit.device import Device
 from labkit.experiments.contest import attention_formula, by_formula, draw
+from labkit.experiments.operations import IMPLEMENTATIONS
 from labkit.experiments.sections import (
     Plan,
     empty_cache,
@@ -26,7 +27,7 @@ from labkit.experiments.sections import (
     timed,
 )
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.kernels.attention import attention, unavailable_reason
+from labkit.kernels.attention import IMPLS
 from labkit.kernels.reference import attention_reference
 from labkit.measure.memory import storage_bytes
 from labkit.measure.timing import time_callable
@@ -39,19 +40,6 @@ ATTENTION_BATCH = 8
 ATTENTION_PASSES = 100
 """Timed passes of one case, as published; a case that takes long is ended by its time limit before.
 """
-
-FORMULAS = {"eager": attention_reference}
-"""On the tensors as they are; SDPA's kernels take four dimensions."""
-
-WITH_HEADS = {"compiled_heads"}
-"""Implementations that are given a dimension of heads, of size 1."""
-
-
-def enter(label: str, function: Callable) -> None:
-    """Adds an implementation of four dimensions to those that this process knows."""
-    FORMULAS[label] = function
-    WITH_HEADS.add(label)
-
 
 LARGEST_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 """Relative error against fp64 above which a result is wrong, not imprecise: several times what the
@@ -103,10 +91,10 @@ class AttentionCall:
     """The live objects of one case: q, k, v and the gradient of the output, all (batch, length,
     d_head), and the mask.
 
-    "compiled_heads", which lets the compiler recognise attention, and what is entered have one head
-    in front of the length.
+    "compiled_heads", which lets the compiler recognise attention, and what is entered in
+    `operations` have one head in front of the length.
 
-    Raises Skip for what cannot run here, ValueError for an unknown implementation. The label is
+    Raises Skip for what cannot run here, RequestError for an unknown implementation. The label is
     what runs: of SDPA's backends only the one asked for is allowed, and PyTorch raises where that
     cannot run.
     """
@@ -116,7 +104,7 @@ class AttentionCall:
         self.causal = parameters.get("causal", False)
         self.is_compiled = self.impl.startswith("compiled")
         empty_cache()
-        heads = [1] if self.impl in WITH_HEADS else []
+        heads = [] if self.impl in IMPLS else [1]
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
         *self.inputs, self.grad_out = draw(device.kind, parameters["precision"], *4 * [shape])
         for x in self.inputs:
@@ -127,12 +115,13 @@ class AttentionCall:
             torch._dynamo.utils.counters.clear()
             torch.compiler.reset()
             self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
-        elif self.impl in FORMULAS:
-            self.function = FORMULAS[self.impl]
+        elif self.impl == "eager":
+            self.function = attention_reference  # on the tensors as they are
         else:
-            self.function = functools.partial(attention, impl=self.impl)
-            reason = unavailable_reason(self.impl, *self.inputs[:2], causal=self.causal)
-            if reason:
+            known = IMPLEMENTATIONS["attention"]
+            check_known("implementation", self.impl, known)
+            self.function = known[self.impl].function
+            if reason := known[self.impl].unavailable(*self.inputs, causal=self.causal):
                 raise Skip(reason)
 
     def forward(self) -> Tensor:
@@ -146,6 +135,12 @@ class AttentionCall:
             x.grad = None
         return self.forward(), self.grad_out
 
+    def passes(self, phase: str) -> tuple[Callable, Callable]:
+        """Returns the function of a pass, and what makes its arguments."""
+        if phase == "backward":
+            return Tensor.backward, self.forward_for_backward
+        return self.forward, tuple
+
     def memory(self, phase: str) -> dict[str, int]:
         """Returns the bytes of one pass: kept for the backward pass, and on CUDA the peak with the
         inputs.
@@ -155,12 +150,11 @@ class AttentionCall:
         empty_cache()
         is_cuda = self.device.kind == "cuda"
         others = torch.cuda.memory_allocated() - storage_bytes(self.inputs)
-        run = self.forward
-        if phase == "backward":
-            run = functools.partial(self.forward().backward, self.grad_out)
+        function, inputs = self.passes(phase)
+        arguments = inputs()
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        out = run()
+        out = function(*arguments)
         metrics = {"device_bytes": memory_bytes(self.device)}
         if phase == "forward":
             metrics["saved_bytes"] = storage_bytes(saved_tensors(out))
@@ -205,11 +199,7 @@ class AttentionCall:
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
-    function = call.forward
-    inputs = tuple
-    if phase == "backward":
-        function = Tensor.backward
-        inputs = call.forward_for_backward
+    function, inputs = call.passes(phase)
     metrics = {}
     if call.is_compiled:
         function(*inputs())

@@ -162,10 +162,9 @@ def _attention_call(device: Device, case: Case) -> Iterator[PhaseRun]:
     """Chapter 05's calls, which are not timed in turn, of a function that has been watched."""
     label = case.parameters["impl"]
     shape = {**case.parameters, "heads": 1, "causal": False}
-    implementation = IMPLEMENTATIONS[_enter(case)][label]
+    _enter(case)
     for name in PASSES["attention"]:
         watched(device, shape).judge(label, name)
-    attention.enter(label, implementation.function)
     return attention.run_case(case)
 
 
@@ -271,10 +270,6 @@ class BenchSession(Session):
     subfolder = "bench"
 
 
-OWN_SECTIONS = ("attention", "speed", "rivals", "kernels")
-"""Of the chapters, what a function of the user's is measured in."""
-
-
 def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
     """Returns the operation and the function that a notebook's parameter `own` names.
 
@@ -305,7 +300,7 @@ class OwnSession(BenchSession):
             phases = case.phases
             is_joined = parameters.get("operation", "attention") == operation
             is_joined &= parameters.get("timed", IN_TURN) == IN_TURN
-            if case.section in OWN_SECTIONS and is_joined:
+            if case.section in SECTIONS and is_joined:
                 if "impl" in parameters:
                     parameters = parameters | {"impl": entrant.label}
                 else:

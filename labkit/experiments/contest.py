@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,12 +103,12 @@ class Implementation:
 
     Attributes:
         function: takes the operation's inputs, `others` and `options`; differentiable.
-        unavailable: returns why it cannot run an operation's case, None if it can.
+        unavailable: takes the same; returns why the function cannot run, None if it can.
         module: what the worker must import to know it; "" for those of this package.
     """
 
     function: Callable
-    unavailable: Callable[["Operation"], str | None] = lambda operation: None
+    unavailable: Callable[..., str | None] = lambda *tensors, **options: None
     module: str = ""
 
 
@@ -178,9 +179,12 @@ class Operation:
 
     # ---- what is computed ----
 
+    def apply(self, function: Callable) -> Any:
+        """Returns what a function gives of all that an implementation takes."""
+        return function(*self.inputs.values(), *self.others, **self.options)
+
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
-        function = self.implementations[impl].function
-        return as_tuple(function(*self.inputs.values(), *self.others, **self.options))
+        return as_tuple(self.apply(self.implementations[impl].function))
 
     def gradients(self, outs: Tensors, **options) -> tuple[Tensor, ...]:
         # A loss may come as fp32 or as its logits do.
@@ -472,7 +476,7 @@ def contest(operation: Operation, case: Case) -> Iterator[PhaseRun]:
     entrants: dict[str, list[str]] = {}
     for phase in case.phases:
         impl, name = phase.split(" ")
-        if reason := operation.implementations[impl].unavailable(operation):
+        if reason := operation.apply(operation.implementations[impl].unavailable):
             yield phase, functools.partial(_raise, Skip(reason))
         else:
             entrants.setdefault(name, []).append(impl)
@@ -557,10 +561,8 @@ def _compared(
     method = operation.method if kind == "cuda" else "host"
     try:
         return compared(calls, method)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        if method != "graph":
+    except RuntimeError as error:
+        if method != "graph" or isinstance(error, torch.OutOfMemoryError):
             raise
     by_call = compared(calls, "flush")
     replayed = {impl: call for impl, call in calls.items() if _fits_a_graph(call)}

@@ -19,7 +19,7 @@ from labkit import numerics
 from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES
 from labkit.device import Device
 from labkit.experiments.contest import IN_TURN, RANKING, contest_section
-from labkit.experiments.operations import contest_case, new_attention
+from labkit.experiments.operations import add_contest, new_attention
 from labkit.experiments.sections import Plan, empty_cache, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import flash_attention as labkit_flash
@@ -45,17 +45,16 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         parameters = {**grid.tiles_shape, "precision": "bf16"}
         parameters |= zip(TILE_FIELDS, tile, strict=True)
         plan.add("tiles", parameters, "forward", compiles=True)
-    ranking = {
-        **plan.limits,
-        "compiles": True,
-        "time_limit_s": grid.rivals_time_limit_s,
-        "sustained": tuple(f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained),
-    }
     for shape in grid.rivalries:
-        plan.append(
-            contest_case(
-                RANKING, "attention", {**shape, "precision": "bf16"}, grid.rivals, **ranking
-            )
+        add_contest(
+            plan,
+            RANKING,
+            "attention",
+            {**shape, "precision": "bf16"},
+            grid.rivals,
+            compiles=True,
+            time_limit_s=grid.rivals_time_limit_s,
+            sustained=tuple(f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained),
         )
     # Shape by shape what is timed in turn, and what is timed alone.
     for precision, impls in grid.impls.items():
@@ -67,15 +66,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
             ]
             shape = _one_head(length, d_head, precision)
             in_turn = [impl for impl in here if impl not in MATERIALISING]
-            plan.append(
-                contest_case(
-                    "speed",
-                    "attention",
-                    {**shape, "timed": IN_TURN},
-                    in_turn,
-                    compiles=True,
-                    **plan.limits,
-                )
+            add_contest(
+                plan, "speed", "attention", {**shape, "timed": IN_TURN}, in_turn, compiles=True
             )
             for impl in here:
                 if impl in MATERIALISING:
@@ -174,7 +166,7 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
         raise Skip("the peak of memory is what CUDA's allocator counts")
     impl = case.parameters["impl"]
     small = new_attention(device, case.parameters | {"length": 128})
-    if reason := small.implementations[impl].unavailable(small):
+    if reason := small.apply(small.implementations[impl].unavailable):
         raise Skip(reason)
     # What a library sets aside at its first call, and keeps, is not the call's.
     small.call(impl, "forward_backward")()

@@ -37,8 +37,8 @@ from labkit.experiments.contest import (
     attention_formula,
     draw,
 )
-from labkit.experiments.sections import empty_cache
-from labkit.experiments.sweep import Case, Refused
+from labkit.experiments.sections import Plan, empty_cache
+from labkit.experiments.sweep import Refused
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.adamw import FusedAdamW
 from labkit.kernels.attention import IMPLS, attention, unavailable_reason
@@ -78,20 +78,21 @@ def register(operation: str, name: str, function: Callable) -> None:
     taken[name] = Implementation(function, module=function.__module__)
 
 
-def contest_case(
+def add_contest(
+    plan: Plan,
     section: str,
     operation: str,
     parameters: dict,
     impls: Sequence[str],
     passes: Sequence[str] = PASSES,
-    **limits,
-) -> Case:
-    """Returns the case of a contest of `impls` and of all registered ones."""
+    **options,
+) -> None:
+    """Adds the case of a contest of `impls` and of all registered ones."""
     registered = IMPLEMENTATIONS[operation].items()
     modules = {name: each.module for name, each in registered if each.module}
     entrants = dict.fromkeys((*impls, *modules))
-    phases = tuple(f"{impl} {name}" for name in passes for impl in entrants)
-    return Case(section, parameters, phases, modules=tuple(modules.values()), **limits)
+    phases = (f"{impl} {name}" for name in passes for impl in entrants)
+    plan.add(section, parameters, *phases, modules=tuple(modules.values()), **options)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -432,10 +433,10 @@ def _peer(module: str, function: Callable | None) -> Implementation:
     """Returns a call of another package, which is imported when it is first made."""
     package = module.split(".")[0]
 
-    def unavailable(operation: Operation) -> str | None:
+    def unavailable(x: Tensor, *others) -> str | None:
         if function is None:
             return f"{package} has no operation that does the same"
-        if operation.device.kind != "cuda" or importlib.util.find_spec(package) is None:
+        if not x.is_cuda or importlib.util.find_spec(package) is None:
             return f"{package} is not installed, or there is no GPU"
         return None
 
@@ -465,9 +466,8 @@ def _implementations(operation: str) -> dict[str, Implementation]:
 
 
 def _attention(impl: str) -> Implementation:
-    def unavailable(operation: Operation) -> str | None:
-        q, k = operation.inputs["q"], operation.inputs["k"]
-        return unavailable_reason(impl, q, k, **operation.options)
+    def unavailable(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+        return unavailable_reason(impl, q, k, causal=causal)
 
     return Implementation(functools.partial(attention, impl=impl), unavailable)
 

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from labkit.configs import SIGLIP2, check_known, siglip2_config
 from labkit.device import Device
 from labkit.experiments.contest import contest_section, draw
-from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
+from labkit.experiments.operations import DEFINITIONS, add_contest, row_operation
 from labkit.experiments.sections import (
     Plan,
     rate_metrics,
@@ -76,17 +76,15 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     for precision in grid.accuracy if is_gpu else ("fp32",):
         plan.add("accuracy", {"size": grid.size, "precision": precision}, *IMPLS)
     for operation, rows, columns in grid.kernels:
-        plan.append(
-            contest_case(
-                "kernels",
-                operation,
-                {"operation": operation, "rows": rows, "columns": columns, "precision": dtype},
-                grid.kernel_impls,
-                DEFINITIONS[operation].passes,
-                # A product that torch.compile chose stays: it is chosen with the GPU to itself.
-                compiles=any(DEFINITIONS[operation].elements),
-                **plan.limits,
-            )
+        add_contest(
+            plan,
+            "kernels",
+            operation,
+            {"operation": operation, "rows": rows, "columns": columns, "precision": dtype},
+            grid.kernel_impls,
+            DEFINITIONS[operation].passes,
+            # A product that torch.compile chose stays: it is chosen with the GPU to itself.
+            compiles=any(DEFINITIONS[operation].elements),
         )
     return plan
 

@@ -298,6 +298,23 @@ def _unmeasured(case: Case, status: str, reason: str) -> Measured:
     return Measured({}, case.parameters, status=status, reason=reason.strip().split("\n")[0][:500])
 
 
+def _checked(case: Case, phase: str, measured: Measured) -> Measured:
+    """Returns a measurement, or an error if it is impossible, of another case or cannot be
+    recorded.
+    """
+    try:
+        if measured.case != case.parameters:
+            raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
+        check_plausible(measured.metrics, 1e3 * case.timeout_s)
+        record = Record(
+            "", case.section, phase=phase, device="", measurement_version=0, **vars(measured)
+        )
+        as_content(record)
+    except (ValueError, TypeError) as error:  # TypeError: a value that JSON cannot hold
+        return _unmeasured(case, "error", f"refused: {error}")
+    return measured
+
+
 class _Worker:
     """The session's side of a process that runs cases. One is started for the first case, and
     another after a failure.
@@ -307,10 +324,8 @@ class _Worker:
         self.is_rehearsal = is_rehearsal
         self.process: multiprocessing.Process | None = None
 
-    def outcomes(self, case: Case) -> Iterator[tuple[list[str], Measured]]:
-        """Yields phases of a case with what they gave: one, or all that are left where the case
-        could not be built; none at its end.
-        """
+    def outcomes(self, case: Case) -> Iterator[tuple[str, Measured]]:
+        """Yields each phase of a case with what became of it."""
         if case.fresh_process:
             self.close()
         left = list(case.phases)
@@ -334,9 +349,18 @@ class _Worker:
                     status = "error"
                 if status != "ok":
                     content = _unmeasured(case, status, content)
-                names = [phase] if phase else left
-                left = [name for name in left if name not in names]
-                yield names, content
+                # All that are left where the case could not be built; none at its end.
+                ended = [phase] if phase else left
+                left = [name for name in left if name not in ended]
+                for name in ended:
+                    content = _checked(case, name, content)
+                    yield name, content
+                if left and case.stop_at_failure and content.status != "ok":
+                    self.close()  # it may be measuring what must be skipped
+                    reason = f"not run: {phase} before it ended {content.status}"
+                    skipped = _unmeasured(case, "skipped", reason)
+                    yield from ((name, skipped) for name in left)
+                    return
                 if not phase:
                     break
                 phase = ""
@@ -517,7 +541,6 @@ class Session:
         self.shared = {}  # by case, when it was measured and what that gave
         self._is_busy = False
         self._software = software_versions()
-        self._source = source_state()
         self.store.load()  # raises for an unreadable file before anything is written
 
     def run(self, progress: tqdm) -> None:
@@ -546,11 +569,15 @@ class Session:
         """Returns the cases that this machine has not recorded yet, and before them what every
         session measures; [] if there is nothing else.
         """
-        own = [record for record in self.store.load() if record.machine == machine_id()]
-        others = [case for case in self.cases if case.section not in SESSION_SECTIONS]
-        always = [case for case in self.cases if case.section in SESSION_SECTIONS]
-        pending = self._missing(others, [] if self.fresh else own)
-        return always + pending if pending else []
+        recorded = [
+            record
+            for record in self.store.load()
+            if record.machine == machine_id() and record.section not in SESSION_SECTIONS
+        ]
+        missing = self._missing(self.cases, [] if self.fresh else recorded)
+        missing.sort(key=lambda case: case.section not in SESSION_SECTIONS)
+        is_done = all(case.section in SESSION_SECTIONS for case in missing)
+        return [] if is_done else missing
 
     def _missing(self, cases: list[Case], records: list[Record]) -> list[Case]:
         """Returns the cases with those of their phases that have no record."""
@@ -606,9 +633,14 @@ class Session:
         """
         best = {}  # by phase
         for attempt in range(MAX_REPEATS + 1):
-            is_fresh = case.fresh_process or attempt > 0
-            part = replace(case, phases=tuple(best) or case.phases, fresh_process=is_fresh)
-            for phase, measured in self._outcomes(part):
+            part = replace(
+                case,
+                phases=tuple(best) or case.phases,
+                fresh_process=case.fresh_process or attempt > 0,
+                ceilings=self.ceilings,
+                experiment=self.module_name,
+            )
+            for phase, measured in self._worker.outcomes(part):
                 is_disturbed = measured.telemetry.get("disturbed", False)
                 measured = min(measured, best.pop(phase, measured), key=lambda one: one.disturbance)
                 if is_disturbed and not self._is_busy and attempt < MAX_REPEATS:
@@ -618,35 +650,6 @@ class Session:
                     yield phase, measured
             if not best:
                 return
-
-    def _outcomes(self, case: Case) -> Iterator[tuple[str, Measured]]:
-        """Yields what became of each phase of a case, once."""
-        left = list(case.phases)
-        whole = replace(case, ceilings=self.ceilings, experiment=self.module_name)
-        for phases, measured in self._worker.outcomes(whole):
-            for phase in phases:
-                left.remove(phase)
-                outcome = self._checked(case, phase, measured)
-                yield phase, outcome
-            if left and case.stop_at_failure and outcome.status != "ok":
-                self._worker.close()  # it may be measuring what must be skipped
-                reason = f"not run: {phase} before it ended {outcome.status}"
-                skipped = _unmeasured(case, "skipped", reason)
-                yield from ((name, skipped) for name in left)
-                return
-
-    def _checked(self, case: Case, phase: str, measured: Measured) -> Measured:
-        """Returns a measurement, or an error if it is impossible, of another case or cannot be
-        recorded.
-        """
-        try:
-            if measured.case != case.parameters:
-                raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
-            check_plausible(measured.metrics, 1e3 * case.timeout_s)
-            as_content(self._record(case, phase, measured))
-        except (ValueError, TypeError) as error:  # TypeError: a value that JSON cannot hold
-            return _unmeasured(case, "error", f"refused: {error}")
-        return measured
 
     def _record(self, case: Case, phase: str, measured: Measured) -> Record:
         content = dict(vars(measured))
@@ -662,7 +665,7 @@ class Session:
             machine=machine_id(),
             measurement_version=self.experiment.MEASUREMENT_VERSION,
             software=self._software,
-            source=self._source,
+            source=source_state(),
             profile=self.profile,
             session=self.id,
             recorded_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
