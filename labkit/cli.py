@@ -207,7 +207,7 @@ def run(
     if profile == AUTO_PROFILE and device.kind == "cuda" and not options and not fresh:
         rounds = ["quick", "key", *rounds]
     if own:
-        from labkit.experiments.bench import OwnSession, own_entrant
+        from labkit.experiments.bench import own_entrant, own_session
     for name in names:
         notebooks.narrowing(name, rounds[-1], narrowed if own and name in OWN else options)
         if own:
@@ -231,7 +231,7 @@ def run(
         }
         sessions = [sweep.Session(name, **settings) for name in names]
         if own:
-            sessions += [OwnSession(name, own, **settings) for name in names]
+            sessions += [own_session(name, own, **settings) for name in names]
         if dry_run:
             _print_plan(round_profile, sessions, planned)
             continue

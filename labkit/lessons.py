@@ -39,7 +39,7 @@ def open_chapter(
     """Returns a notebook's chapter; with `measure`, measures first what is not recorded yet.
 
     Args and Raises: as `experiments.sweep.Session`; save_figures: as Chapter; own: as
-    `experiments.bench.OwnSession`, "" for none. Without `measure`, `device` is any that has
+    `experiments.bench.own_session`, "" for none. Without `measure`, `device` is any that has
     records.
     """
     for name, flag in {"measure": measure, "fresh": fresh}.items():
@@ -49,7 +49,7 @@ def open_chapter(
     label = ""
     if own:
         # With PyTorch, which the other parts do not need.
-        from labkit.experiments.bench import OwnSession, own_entrant
+        from labkit.experiments.bench import own_entrant, own_session
 
         label = own_entrant(notebook, own)[1].label
     if measure:
@@ -62,7 +62,7 @@ def open_chapter(
         }
         sessions = [sweep.Session(notebook, **settings)]
         if own:
-            sessions.append(OwnSession(notebook, own, **settings))
+            sessions.append(own_session(notebook, own, **settings))
         sweep.measure(sessions)
         device = sessions[0].device.slug
     else:

@@ -427,7 +427,7 @@ def test_a_function_joins_the_contests_of_a_chapter(
         "gated = lambda gate, up: gate.sigmoid() * gate * up\n"
     )
     settings = {"device": "this", "profile": "smoke", "output": tmp_path, "fresh": False}
-    session = bench.OwnSession(notebook, own, **settings, options={})
+    session = bench.own_session(notebook, own, **settings, options={})
     case = in_section(session.cases, section)[0]
     operation, entrant = bench.own_entrant(notebook, own)
     row = measure(bench.run_case, case)[phase.format(entrant.label)]

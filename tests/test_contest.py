@@ -200,6 +200,9 @@ def test_a_registered_implementation_is_in_every_case_of_its_operation(monkeypat
     assert product.parameters["operation"] == "gelu_mlp" and not product.compiles
 
 
+CEILINGS = {"copy fp32 achieved_gb_per_s": 1.0, "gemm fp32 achieved_tflops": 1.0}
+
+
 @on_cpu
 @pytest.mark.parametrize("operation", [*operations.DEFINITIONS])
 def test_each_operation_is_held_to_its_formula(operation):
@@ -209,14 +212,8 @@ def test_each_operation_is_held_to_its_formula(operation):
     for impl in set(problem.implementations) - {"compiled", "liger", "quack"}:
         for name in passes:
             assert 0 <= problem.judge(impl, name).budget_fraction <= 1
-            assert (
-                problem.rates(
-                    name,
-                    1.0,
-                    {"copy fp32 achieved_gb_per_s": 1.0, "gemm fp32 achieved_tflops": 1.0},
-                )["ceiling_fraction"]
-                > 0
-            )
+            rates = sections.rate_metrics(CPU, CEILINGS, 1.0, "fp32", **problem.costs[name])
+            assert rates["ceiling_fraction"] > 0
     right = problem.call("eager", passes[0])()
     with pytest.raises(AssertionError, match="wrong"):
         problem.verdicts(passes[0], [1.01 * x for x in right])

@@ -106,7 +106,7 @@ class AttentionCall:
         empty_cache()
         heads = [] if self.impl in IMPLS else [1]
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
-        *self.inputs, self.grad_out = draw(device.kind, parameters["precision"], *4 * [shape])
+        *self.inputs, self.grad_out = draw(device, parameters["precision"], *4 * [shape])
         for x in self.inputs:
             x.requires_grad_()
         if self.is_compiled:

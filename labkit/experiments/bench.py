@@ -142,15 +142,14 @@ def _load(entrant: Entrant) -> Callable:
     return getattr(module, entrant.name)
 
 
-def _enter(case: Case) -> str:
-    """Makes implementations of the case's functions; returns the operation."""
+def _enter(case: Case) -> None:
+    """Makes implementations of the case's functions."""
     operation = case.parameters.get("operation", "attention")
     for entrant in case.entrants:
         function = _load(entrant)
         if operation == "adamw":
             function = functools.partial(StepFunction, function)
         RIVALS[operation][entrant.label] = Implementation(function)
-    return operation
 
 
 def _contest(device: Device, case: Case) -> Iterator[PhaseRun]:
@@ -264,10 +263,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
 # ---- the session ---------------------------------------------------------------------------------
 
 
-class BenchSession(Session):
-    """A session that records apart from the chapters."""
-
-    subfolder = "bench"
+SUBFOLDER = "bench"
+"""Of a device's folder, for records apart from the chapters."""
 
 
 def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
@@ -282,42 +279,38 @@ def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
     return operation, _entrant(own, FIGURES)
 
 
-class OwnSession(BenchSession):
-    """A session of a function of the user's in a chapter's contests.
+def own_session(notebook: str, own: str, **settings) -> Session:
+    """Returns a session of a function of the user's in a chapter's contests.
 
     Args:
         own: "FILE.py:NAME", in chapter 08 after the operation and a colon.
+        settings: as Session's.
     """
-
-    def __init__(self, notebook: str, own: str, **options):
-        super().__init__(notebook, **options)
-        self.module_name = __name__
-        operation, entrant = own_entrant(notebook, own)
-        chapter = self.cases
-        self.cases = []
-        for case in chapter:
-            parameters = case.parameters
-            phases = case.phases
-            is_joined = parameters.get("operation", "attention") == operation
-            is_joined &= parameters.get("timed", IN_TURN) == IN_TURN
-            if case.section in SECTIONS and is_joined:
-                if "impl" in parameters:
-                    parameters = parameters | {"impl": entrant.label}
-                else:
-                    # A backward pass alone has the inputs of a forward pass before it.
-                    names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
-                    phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
-                case = replace(
-                    case,
-                    parameters=parameters,
-                    phases=phases,
-                    compiles=False,
-                    entrants=(entrant,),
-                )
-            elif case.section not in SESSION_SECTIONS:
-                continue
-            if case not in self.cases:
-                self.cases.append(case)
+    operation, entrant = own_entrant(notebook, own)
+    session = Session(notebook, subfolder=SUBFOLDER, **settings)
+    session.module_name = __name__
+    cases = []
+    for case in session.cases:
+        parameters = case.parameters
+        phases = case.phases
+        is_joined = parameters.get("operation", "attention") == operation
+        is_joined &= parameters.get("timed", IN_TURN) == IN_TURN
+        if case.section in SECTIONS and is_joined:
+            if "impl" in parameters:
+                parameters = parameters | {"impl": entrant.label}
+            else:
+                # A backward pass alone has the inputs of a forward pass before it.
+                names = dict.fromkeys(phase.split(" ")[1] for phase in phases)
+                phases = tuple(f"{entrant.label} {x}" for x in names if x != "backward")
+            case = replace(
+                case, parameters=parameters, phases=phases, compiles=False, entrants=(entrant,)
+            )
+        elif case.section not in SESSION_SECTIONS:
+            continue
+        if case not in cases:
+            cases.append(case)
+    session.cases = cases
+    return session
 
 
 def bench(
@@ -361,8 +354,8 @@ def bench(
     rivals = dict.fromkeys(str(against or USUAL.get(op, "eager,compiled,ours")).split(","))
     for name in rivals:
         check_known(f"implementation of {op}", name, RIVALS[op])
-    device = detect()
-    parameters = {"operation": op, **_sizes(op, shape, device.kind), "precision": precision}
+    kind = detect().kind
+    parameters = {"operation": op, **_sizes(op, shape, kind), "precision": precision}
     if op == "attention":
         parameters["causal"] = causal
     if op == "model":
@@ -371,20 +364,25 @@ def bench(
     if op == "data_parallel":
         section = "wrappers"
         timeout_s += START_S
-        parameters |= {"size": "small" if device.kind == "cuda" else "nano", "compile": "none"}
+        parameters |= {"size": "small" if kind == "cuda" else "nano", "compile": "none"}
         if parameters["world_size"] > torch.cuda.device_count():
             parameters["transport"] = "gloo"  # on the CPU
-    folder = Path(output or FIGURES) / device.slug / BenchSession.subfolder
-    entrants = dict.fromkeys(_entrant(function, folder) for function in functions)
+    session = Session(
+        "00_bench",
+        output=output,
+        device=THIS_DEVICE,
+        profile="smoke",
+        fresh=True,
+        options={},
+        subfolder=SUBFOLDER,
+    )
+    entrants = dict.fromkeys(_entrant(function, session.folder) for function in functions)
 
     def contest(impls: Iterable[str], *entrants: Entrant) -> Case:
         phases = tuple(f"{impl} {name}" for name in PASSES.get(op, ("step",)) for impl in impls)
         return Case(section, parameters, phases, timeout_s, fresh_process=True, entrants=entrants)
 
     timeout_s = min(timeout_s, 1e6)  # no process can be waited for longer than 24 days
-    session = BenchSession(
-        "00_bench", output=output, device=THIS_DEVICE, profile="smoke", fresh=True, options={}
-    )
     session.cases = [
         *ceiling_cases([precision], timeout_s),
         *(contest([one.label], one) for one in entrants),

@@ -117,15 +117,14 @@ class Operation:
     """One operation on the tensors of one case: what is computed, what it is held to, and its cost.
 
     Attributes:
-        device, precision: of the case, and of the ceiling; peak_precision: of the datasheet's peak,
-            "" for the same.
+        device, precision: of the case, and of the ceiling.
         inputs: the tensors to differentiate by; others, options: what an implementation takes after
             them.
         grad_outs: the gradient of each output.
         formula: of (*inputs in fp64, dtype); the outputs, computed in `dtype`.
-        costs: {"flops": …} or {"num_bytes": …} by pass, the one that needs no other first.
-        terms: of the longest sum behind "out", and behind a gradient, as "dx", where that has
-            others.
+        costs: what `rate_metrics` is told of each pass, "flops" or "num_bytes"; the one that needs
+            no other first.
+        terms: of the longest sum behind "out", and behind a "gradient", where that has others.
         implementations: by name; baseline: the one that ratios divide by.
         method: of `timing`, on CUDA; num_warmup: untimed calls of each. num_rounds: timed calls of
             each, 0 for as many as the time limit holds.
@@ -141,13 +140,12 @@ class Operation:
     device: Device
     precision: str
     grad_outs: Tensors
-    costs: dict[str, dict[str, int]]
+    costs: dict[str, dict[str, int | str]]
     terms: dict[str, int]
     implementations: dict[str, Implementation]
     inputs: dict[str, Tensor] = field(default_factory=dict)
     formula: Callable | None = None
     baseline: str = "ours"
-    peak_precision: str = ""
     others: tuple = ()
     options: dict = field(default_factory=dict)
     method: str = "graph"
@@ -165,17 +163,6 @@ class Operation:
             x.requires_grad_()
         tensors = (*self.inputs.values(), *self.others, *self.grad_outs)
         self.tensors = [x for x in tensors if isinstance(x, Tensor)]
-
-    def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
-        """Returns the metrics of a pass that follow from its time and its cost."""
-        return rate_metrics(
-            self.device,
-            ceilings,
-            median_ms,
-            self.precision,
-            peak_precision=self.peak_precision,
-            **self.costs[name],
-        )
 
     # ---- what is computed ----
 
@@ -355,13 +342,12 @@ def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 # ---- tensors and the oracle ----------------------------------------------------------------------
 
 
-def draw(device_kind: str, precision: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+def draw(device: Device, precision: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Returns random normal tensors."""
-    generator = torch.Generator(device_kind).manual_seed(0)
+    kind = device.kind
+    generator = torch.Generator(kind).manual_seed(0)
     dtype = numerics.tensor_dtype(precision)
-    return [
-        torch.randn(shape, generator=generator, device=device_kind).to(dtype) for shape in shapes
-    ]
+    return [torch.randn(shape, generator=generator, device=kind).to(dtype) for shape in shapes]
 
 
 def by_formula(formula: Callable, inputs: Tensors, grad_outs: Tensors) -> tuple[Tensors, Tensors]:
@@ -453,15 +439,19 @@ def contest(operation: Operation, case: Case) -> Iterator[PhaseRun]:
     pass.
     """
 
+    device = operation.device
+
     def measure(impl: str, name: str, timed: Timed, metrics: dict) -> Measured:
         phase = f"{impl} {name}"
-        metrics = operation.rates(name, timed.timing.median_ms, case.ceilings) | metrics
+        median_ms = timed.timing.median_ms
+        work = operation.costs[name]
+        metrics |= rate_metrics(device, case.ceilings, median_ms, operation.precision, **work)
         if operation.is_watched:
             operation.confirm(phase, metrics)
         metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
             metrics |= sustained_metrics(
-                operation.device,
+                device,
                 case.ceilings,
                 timed,
                 operation.call(impl, name),

@@ -20,7 +20,7 @@ from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES
 from labkit.device import Device
 from labkit.experiments.contest import IN_TURN, RANKING, contest_section
 from labkit.experiments.operations import add_contest, new_attention
-from labkit.experiments.sections import Plan, empty_cache, run_section, section, timed
+from labkit.experiments.sections import Plan, empty_cache, rate_metrics, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
@@ -156,8 +156,10 @@ def _measure_tile(device: Device, case: Case, phase: str) -> Measured:
         num_warmup=1,
         time_limit_s=case.time_limit_s,
     )
-    metrics = operation.rates("forward", times.timing.median_ms, case.ceilings) | verdict._asdict()
-    return times.measured(metrics, case.parameters)
+    median_ms = times.timing.median_ms
+    work = operation.costs["forward"]
+    metrics = rate_metrics(device, case.ceilings, median_ms, operation.precision, **work)
+    return times.measured(metrics | verdict._asdict(), case.parameters)
 
 
 def _measure_memory(device: Device, case: Case, phase: str) -> Measured:

@@ -106,21 +106,23 @@ def new_attention(device: Device, parameters: dict) -> Operation:
     """Returns attention on one shape; ratios are to what "auto" runs there."""
     empty_cache()
     *size, causal, precision = (parameters[name] for name in SHAPE)
-    q, k, v, grad_out = draw(device.kind, precision, *4 * [size])
+    q, k, v, grad_out = draw(device, precision, *4 * [size])
     baseline = labkit_flash.resolve_impl(q)
     batch, heads, length, d_head = size
     call = (batch * heads, length, d_head)
     return Operation(
         device,
         precision,
-        # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not
-        # theirs.
-        peak_precision="tf32" if precision == "fp32" else precision,
         inputs={"q": q, "k": k, "v": v},
         grad_outs=[grad_out],
         formula=functools.partial(attention_formula, causal=causal),
         costs={
-            name: {"flops": accounting.attention_call_flops(name, *call, causal=causal)}
+            name: {
+                "flops": accounting.attention_call_flops(name, *call, causal=causal),
+                # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32
+                # is not theirs.
+                "peak_precision": "tf32" if precision == "fp32" else precision,
+            }
             for name in PASSES
         },
         terms={"out": length},
@@ -223,7 +225,7 @@ def row_operation(device: Device, parameters: dict) -> Operation:
     definition, shapes = DEFINITIONS[name], shapes_of(rows, columns)
     arguments = inspect.signature(definition.formula).parameters
     names = [argument for argument in arguments if argument in shapes]
-    tensors = draw(device.kind, precision, *(shapes[each] for each in names))
+    tensors = draw(device, precision, *(shapes[each] for each in names))
     matrices = [x for x in tensors if x.dim() == 2 and x.shape != (rows, columns)]
     for matrix in matrices:
         # As it is initialised, so that a product is of its input's size.
@@ -382,8 +384,7 @@ class Optimizer(Made):
     num_judged = 5
 
     def make(self, function: Callable) -> list[tuple]:
-        kind = self.device.kind
-        starts = draw(kind, "fp32", *(x.shape for x in self.tensors))
+        starts = draw(self.device, "fp32", *(x.shape for x in self.tensors))
         made = []
         for optimizer, dtype in (
             (function, torch.float32),
@@ -512,7 +513,7 @@ def new_model(device: Device, parameters: dict) -> Model:
         device,
         precision,
         others=(torch.randint(vocab_size, (2, batch, context), device=device.kind),),
-        grad_outs=draw(device.kind, precision, (batch, context, vocab_size)),
+        grad_outs=draw(device, precision, (batch, context, vocab_size)),
         costs={
             name: {"flops": accounting.phase_flops(config, batch, context, name, causal=False)}
             for name in MODEL_PASSES
@@ -542,7 +543,7 @@ def new_optimizer(device: Device, parameters: dict) -> Optimizer:
     return Optimizer(
         device,
         "fp32",
-        grad_outs=draw(device.kind, "fp32", (rows, columns), (columns,)),
+        grad_outs=draw(device, "fp32", (rows, columns), (columns,)),
         costs={"step": {"num_bytes": ADAMW_BYTES * (rows + 1) * columns}},
         terms={"out": 1},
         implementations=IMPLEMENTATIONS["optimizer"],

@@ -129,7 +129,7 @@ class Batch:
         self.sizes = self.grids.prod(1)
         num_patches = int(self.sizes.sum())
         self.patches, self.grad = draw(
-            device.kind,
+            device,
             parameters["precision"],
             (num_patches, self.config.patch_dim),
             (num_patches, self.config.d_model),

@@ -496,14 +496,12 @@ class Session:
         output: folder that holds one folder per device; "" for the repository's figures/.
         fresh: measure again what is recorded already.
         options: narrow the grid, see `notebooks.narrowing`.
+        subfolder: of the device's folder, for what is kept apart from the chapters.
 
     Raises:
         RequestError: another device than this machine, an unknown profile, size or other value.
         RecordError: the record file cannot be read.
     """
-
-    subfolder = ""
-    """In the device's folder, of what is kept apart from the chapters."""
 
     def __init__(
         self,
@@ -514,6 +512,7 @@ class Session:
         output: str | Path,
         fresh: bool,
         options: dict,
+        subfolder: str = "",
     ):
         self.notebook = notebook
         self.module_name = _experiment_of(notebook)
@@ -535,7 +534,7 @@ class Session:
         ]
         self.fresh = fresh
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
-        self.folder = Path(output or FIGURES) / self.device.slug / self.subfolder
+        self.folder = Path(output or FIGURES) / self.device.slug / subfolder
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float | None] = {}
         self.shared = {}  # by case, when it was measured and what that gave
@@ -597,22 +596,19 @@ class Session:
     def _run_section(self, section: str, cases: list[Case], progress: tqdm) -> None:
         counts = Counter()
         outcomes = self._shared if section in SESSION_SECTIONS else self._settled
-        self._worker = _Worker()
-        try:
+        with contextlib.closing(_Worker()) as self._worker:
             for case in cases:
                 label = " ".join([section, *map(str, case.parameters.values())])
                 progress.set_postfix_str(f"{self.notebook[:2]} {label}")
                 for phase, measured in outcomes(case):
                     self.store.append(self._record(case, phase, measured))
                     counts[measured.status] += 1
-                    if section == SESSION_SECTION and measured.status == "ok":
+                    if section == SESSION_SECTION:
                         ceiling = " ".join(case.parameters.values())
                         named = {f"{ceiling} {key}": x for key, x in measured.metrics.items()}
                         self.ceilings |= named
                 # In another order, floats add up to a little more than the total.
                 progress.update(min(expected_seconds(self, case), progress.total - progress.n))
-        finally:
-            self._worker.close()
         statuses = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
         progress.write(f"{self.notebook[:2]} {section}: {statuses}")
 
