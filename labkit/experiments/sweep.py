@@ -768,10 +768,9 @@ def measure(sessions: Sequence[Session]) -> None:
         # here.
         stack.callback(sys.modules.update, __main__=sys.modules["__main__"])
         sys.modules["__main__"] = ModuleType("__main__")
+        # On a CPU it would take the cores that compile each case as it comes.
         if first.device.kind == "cuda":
-            rehearse(
-                sessions
-            )  # on a CPU it would take the cores that compile each case as it comes
+            rehearse(sessions)
         progress = stack.enter_context(progress_bar(sessions))
         for session in sessions:
             session.shared = first.shared
