@@ -251,7 +251,7 @@ class Step:
         is made before.
         """
         function = getattr(self, phase, None)
-        inputs = ((),)
+        inputs = tuple
         if phase == "forward_backward":
             inputs = self._without_gradients
         elif phase == "backward":

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from labkit.configs import check_known
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.fused import first_order, with_dense_rows
 from labkit.kernels.reference import attention_backward, attention_reference
@@ -123,8 +124,7 @@ def _with_heads(impl: str, *tensors: Tensor) -> list[Tensor]:
     """Returns (B, S, D) as (B, 1, S, D), others as they are; raises ValueError for an unknown
     name.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"unknown attention {impl!r}; accepted: {', '.join(IMPLS)}")
+    check_known("attention", impl, IMPLS)
     return [x.unsqueeze(1) if x.dim() == 3 else x for x in tensors]
 
 

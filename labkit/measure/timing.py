@@ -5,7 +5,7 @@
 | method | what a sample is | use it for |
 |---|---|---|
 | window | one call between two synchronisations, by device events and host clock | whole steps |
-| graph  | device time of one call in a CUDA-graph replay over rotated inputs: no launch | kernels |
+| graph  | device time of one call in a CUDA-graph replay: no launch | kernels |
 | flush  | events around one call after the L2 cache was overwritten | cross-check of graph |
 | host   | host clock around one call | everything on a CPU |
 
@@ -41,8 +41,6 @@ METHODS = {"cuda": ("window", "graph", "flush"), "cpu": ("host",)}
 # A replay repeats the calls until it lasts this long, well above the events' resolution (half a
 # microsecond) and the cost of starting a replay.
 GRAPH_REPLAY_MS = 2.0
-
-Inputs = Callable[[], tuple] | Sequence[tuple]
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def time_callable(
     function: Callable[..., Any],
     *,
     device_kind: str,
-    inputs: Inputs = ((),),
+    inputs: Callable[[], tuple] = tuple,
     method: str | None = None,
     num_warmup: int = 5,
     min_samples: int = 10,
@@ -147,13 +145,13 @@ def time_callable(
     target_half_width: float = 0.005,
     time_limit_s: float = 3.0,
 ) -> Timing:
-    """Returns the times of `function(*inputs)`, sampled until the median is known well enough.
+    """Returns the times of `function(*inputs())`, sampled until the median is known well enough.
 
     Args:
         function: what is timed; its result is dropped.
         device_kind: "cuda" or "cpu".
-        inputs: argument tuples, used in turn; or a function that makes a fresh one before each
-            sample, outside the timed region ("window" and "host" only).
+        inputs: makes the arguments before each sample, outside the timed region; for a graph, which
+            repeats one call, before its capture.
         method: one of the device's METHODS, by default the first.
         num_warmup: untimed calls first. They end after `time_limit_s`, but one is always made
             unless this is 0.
@@ -164,9 +162,9 @@ def time_callable(
             times as long and at least three samples.
 
     Raises:
-        ValueError: a method that the device has not; fresh inputs for a graph or flush.
+        ValueError: a method that the device has not.
     """
-    method = _checked_method(method, device_kind, inputs)
+    method = _checked_method(method, device_kind)
     sampler = _sampler(method, function, inputs, device_kind)
     with collector_paused():
         num_warmup = _warm_up(sampler, num_warmup, time_limit_s)
@@ -189,17 +187,13 @@ def _timing(samples: Sequence[tuple], method: str, num_warmup: int, stop_reason:
     return Timing(device_ms, method, num_warmup, stop_reason, *others)
 
 
-def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
-    """Returns the method, the device's usual one for None; raises ValueError for one that does not
-    fit.
+def _checked_method(method: str | None, device_kind: str) -> str:
+    """Returns the method, the device's usual one for None; raises ValueError for one that it has
+    not.
     """
     accepted = METHODS[device_kind]
     method = method or accepted[0]
     check_known(f"method on {device_kind}", method, accepted)
-    if method in ("graph", "flush") and callable(inputs):
-        raise ValueError(
-            f"method {method!r} repeats its inputs: pass a list of tuples, not a function"
-        )
     return method
 
 
@@ -258,12 +252,13 @@ last two may be absent.
 """
 
 
-def _sampler(method: str, function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
+def _sampler(
+    method: str, function: Callable, inputs: Callable[[], tuple], device_kind: str
+) -> _Sampler:
     num_calls = 1
     if method == "graph":
-        function, num_calls = captured(function, inputs)
-        inputs = ((),)
-    next_inputs = inputs if callable(inputs) else itertools.cycle(inputs).__next__
+        function, num_calls = captured(partial(function, *inputs()))
+        inputs = tuple
     timer = _host_times_ms if method == "host" else _device_timer()
     prepare = partial(synchronize, device_kind)
     if method == "flush":
@@ -272,7 +267,7 @@ def _sampler(method: str, function: Callable, inputs: Inputs, device_kind: str) 
         prepare = torch.empty(num_bytes, dtype=torch.int8, device=device_kind).zero_
 
     def sample() -> tuple[float, ...]:
-        arguments = next_inputs()
+        arguments = inputs()
         prepare()
         times_ms = timer(function, *arguments)
         return times_ms if method in ("window", "host") else (times_ms[0] / num_calls,)
@@ -348,15 +343,12 @@ def captured_once(
     return graph
 
 
-def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Callable[[], None], int]:
-    """Returns the replay of a CUDA graph of calls with these inputs in turn, GRAPH_REPLAY_MS long,
-    and their number.
-    """
+def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], int]:
+    """Returns the replay of a CUDA graph of calls, GRAPH_REPLAY_MS long, and their number."""
 
-    def run(num_rounds: int) -> None:
-        for _ in range(num_rounds):
-            for arguments in inputs:
-                function(*arguments)
+    def run(num_calls: int) -> None:
+        for _ in range(num_calls):
+            function()
 
     # Before its capture, work must have run once on another stream than the default one.
     with on_capture_stream():
@@ -365,10 +357,10 @@ def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Calla
     timer = _device_timer()
     timer(graph.replay)
     replay_ms, *_ = timer(graph.replay)
-    num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(replay_ms, 1e-3)))
-    if num_rounds > 1:
-        graph = captured_once(partial(run, num_rounds))
-    return graph.replay, num_rounds * len(inputs)
+    num_calls = max(1, math.ceil(GRAPH_REPLAY_MS / max(replay_ms, 1e-3)))
+    if num_calls > 1:
+        graph = captured_once(partial(run, num_calls))
+    return graph.replay, num_calls
 
 
 class Comparison(NamedTuple):
@@ -407,9 +399,9 @@ def compare(
         ValueError: the baseline is not among the candidates; else as in `time_callable`.
     """
     check_known("baseline", baseline, candidates)
-    method = _checked_method(method, device_kind, ((),))
+    method = _checked_method(method, device_kind)
     samplers = {
-        name: _sampler(method, function, ((),), device_kind)
+        name: _sampler(method, function, tuple, device_kind)
         for name, function in candidates.items()
     }
     generator = np.random.default_rng(0)
