@@ -102,18 +102,19 @@ def step_times() -> pd.DataFrame:
 
     Source: `end_to_end.csv` and the known errors in `labkit/data/published/README.md`.
     """
-    rows = pd.DataFrame(
-        [_row_in_labkit_vocabulary(row) for row in load("end_to_end").to_dict("records")]
-    )
-    rows = rows.astype({"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"})
-    return rows[~rows["disputed"]].reset_index(drop=True).drop(columns="disputed")
+    rows = map(_row_in_labkit_vocabulary, load("end_to_end").to_dict("records"))
+    table = pd.DataFrame(filter(None, rows))
+    return table.astype({"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"})
 
 
-def _row_in_labkit_vocabulary(row: dict) -> dict:
+def _row_in_labkit_vocabulary(row: dict) -> dict | None:
+    """Returns a row of `step_times`, None for one that is left out."""
     notes = row["note"].split(";") if isinstance(row["note"], str) else []
     caveats = [_CAVEAT_OF_NOTE[note] for note in notes if note not in _DISPUTED_NOTES]
     caveats += _caveats_from_known_errors(row, notes)
     precision, compile_mode = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]
+    if row["mean_ms"] < 0 or not _DISPUTED_NOTES.isdisjoint(notes):
+        return None
     return {
         "source": row["source"],
         "gpu": row["gpu"],
@@ -129,7 +130,6 @@ def _row_in_labkit_vocabulary(row: dict) -> dict:
         "std_ms": row["std_ms"],
         "status": row["status"],
         "caveat": "; ".join(caveats),
-        "disputed": row["mean_ms"] < 0 or not _DISPUTED_NOTES.isdisjoint(notes),
     }
 
 
