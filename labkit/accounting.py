@@ -225,7 +225,13 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
 
 
 def peak_moments(
-    config: ModelConfig, batch: int, context: int, phase: str, **known: Any
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    phase: str,
+    *,
+    plan: Sequence[int] = (),
+    **known: Any,
 ) -> dict[str, int]:
     """Returns the bytes in use at each moment of a phase that can be its peak; the largest of them
     is the prediction.
@@ -237,7 +243,9 @@ def peak_moments(
     Args:
         phase: "inference" (forward without gradient, to the logits), "forward" (with gradient, to
             the loss) or "train_step" (forward, backward and a fused AdamW step, the optimizer's
-            state made before, the gradients during it); the others as in `block_activation_bytes`.
+            state made before, the gradients during it).
+        plan: of the blocks that a training step recomputes, as `checkpoint_plan` gives it; the
+            others as in `block_activation_bytes`.
 
     Raises ValueError for another phase, precision, attention or kind of device.
 
@@ -254,7 +262,8 @@ def peak_moments(
     run = _Pass(config, batch, context, **known)
     state = optimizer_state_bytes(config) if phase == "train_step" else 0
     resident = run.resident_bytes + state
-    return {name: resident + num_bytes for name, num_bytes in makers[phase](run).items()}
+    moments = _recomputed_moments(run, plan) if plan else makers[phase](run)
+    return {name: resident + num_bytes for name, num_bytes in moments.items()}
 
 
 def peak_bytes(config: ModelConfig, batch: int, context: int, phase: str, **known: Any) -> int:
@@ -401,21 +410,12 @@ def _group_sizes(num_blocks: int, size: int) -> list[int]:
     return [min(size, num_blocks - first) for first in range(0, num_blocks, size)]
 
 
-def checkpoint_moments(
-    config: ModelConfig, batch: int, context: int, plan: Sequence[int], **known: Any
-) -> dict[str, int]:
-    """Returns the bytes in use at each moment of a training step with recomputed blocks that can be
-    its peak.
-
-    At the end of the forward pass there is one residual tensor for each group of blocks. In the
+def _recomputed_moments(run: _Pass, plan: Sequence[int]) -> dict[str, int]:
+    """At the end of the forward pass there is one residual tensor for each group of blocks. In the
     backward pass the group at hand has one for each group within it and, for the innermost, all
     that its blocks keep.
-
-    Args and Raises as in `peak_moments`; plan as `checkpoint_plan` gives it.
     """
-    if not plan:
-        return peak_moments(config, batch, context, "train_step", **known)
-    run = _Pass(config, batch, context, **known)
+    config = run.config
     stream = 4 * run.stream
     gradients = block_gradient_bytes(config) // run.shards
     inputs = len(_group_sizes(config.num_layers, plan[0])) * stream
@@ -428,14 +428,13 @@ def checkpoint_moments(
         "backward: embedding": _all_gradients(run) + stream,
     }
     for size, num_later, num_inputs in _recomputed_groups(config.num_layers, plan):
-        group = _Pass(replace(config, num_layers=size), batch, context, **known)
+        group = replace(run, config=replace(config, num_layers=size))
         others = num_inputs * stream + num_later * gradients
         for name, num_bytes in _train_step_moments(group).items():
             if name.startswith("backward") and name.endswith("block"):
                 name = f"{name} of a group"
                 moments[name] = max(moments.get(name, 0), others + num_bytes)
-    resident = run.resident_bytes + optimizer_state_bytes(config)
-    return {name: resident + num_bytes for name, num_bytes in moments.items()}
+    return moments
 
 
 def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, int, int]]:

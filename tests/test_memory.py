@@ -205,8 +205,8 @@ def test_recomputed_steps_peak_where_predicted_and_change_no_gradient(workload, 
     assert all(map(torch.equal, experiment.gradients(recomputing), experiment.gradients(plain)))
     assert len(forwards) / 4 == accounting.checkpoint_forwards(4, recomputing.plan)
     recomputing.model.zero_grad()
-    known = {"precision": "fp32", "attention": "eager", "device_kind": "cpu"}
-    moments = accounting.checkpoint_moments(*SHAPES["four blocks"], recomputing.plan, **known)
+    known = {"precision": "fp32", "device_kind": "cpu", "plan": recomputing.plan}
+    moments = accounting.peak_moments(*SHAPES["four blocks"], "train_step", **known)
     measured = peak_bytes(recomputing, "train_step")
     assert 0 <= measured - max(moments.values()) < SCALARS
 

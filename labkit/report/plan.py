@@ -211,11 +211,12 @@ def memory(setting: Setting) -> dict[str, float]:
     config = setting.config
     if config.num_layers > MOST_LAYERS:
         raise RequestError(f"{config.num_layers} layers; accepted: up to {MOST_LAYERS:,}")
-    moments = accounting.checkpoint_moments(
+    moments = accounting.peak_moments(
         config,
         setting.batch,
         setting.context,
-        accounting.checkpoint_plan(setting.recompute, config.num_layers),
+        "train_step",
+        plan=accounting.checkpoint_plan(setting.recompute, config.num_layers),
         precision=setting.precision,
         attention=setting.attention,
         device_kind="cuda",
