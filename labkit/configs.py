@@ -61,13 +61,9 @@ class ModelConfig:
     where it is not d_model / num_heads, the number of key heads where queries share them, whether
     the feed-forward layer has three matrices and not two, whether the head multiplies by the
     embedding's table.
-
-    `edition` says which public list of sizes the name comes from: "xl" is a 1.998 B model in the
-    2025 list and a 3.407 B model in the 2026 list, so a bare "xl" is not accepted anywhere.
     """
 
     name: str
-    edition: str
     d_model: int
     d_ff: int
     num_layers: int
@@ -89,18 +85,20 @@ class ModelConfig:
         return self.num_heads * self.d_head, (self.num_key_heads or self.num_heads) * self.d_head
 
 
+# Beside each the public lists that have it. "xl" is a 1.998 B model in that of 2025 and a 3.407 B
+# model in that of 2026, so a bare "xl" is not accepted anywhere.
 SIZES: dict[str, ModelConfig] = {
     config.name: config
     for config in (
-        ModelConfig("nano", "labkit smoke", 128, 512, 2, 2),
-        ModelConfig("micro", "labkit smoke", 192, 768, 3, 3),
-        ModelConfig("small", "2025 and 2026", 768, 3072, 12, 12),
-        ModelConfig("medium", "2025 and 2026", 1024, 4096, 24, 16),
-        ModelConfig("large", "2025 and 2026", 1280, 5120, 36, 20),
-        ModelConfig("xl-2025", "2025", 1600, 6400, 48, 25),
-        ModelConfig("2.7b", "2025; xl of 2026", 2560, 10240, 32, 32),
-        ModelConfig("8b", "2026 leaderboard", 4096, 11008, 34, 32, vocab_size=151_936),
-        ModelConfig("10b", "2026", 4608, 12288, 50, 36),
+        ModelConfig("nano", 128, 512, 2, 2),  # labkit's smoke profile
+        ModelConfig("micro", 192, 768, 3, 3),  # the same
+        ModelConfig("small", 768, 3072, 12, 12),  # 2025 and 2026
+        ModelConfig("medium", 1024, 4096, 24, 16),  # 2025 and 2026
+        ModelConfig("large", 1280, 5120, 36, 20),  # 2025 and 2026
+        ModelConfig("xl-2025", 1600, 6400, 48, 25),  # 2025
+        ModelConfig("2.7b", 2560, 10240, 32, 32),  # 2025; xl of 2026
+        ModelConfig("8b", 4096, 11008, 34, 32, vocab_size=151_936),  # 2026's leaderboard
+        ModelConfig("10b", 4608, 12288, 50, 36),  # 2026
     )
 }
 SIZE_ALIASES = {"xl-2026": "2.7b", "2.7b-2025": "2.7b", "10b-2026": "10b"}

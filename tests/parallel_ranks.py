@@ -305,7 +305,7 @@ def check_no_wrapper_outlives_its_last_use():
 
 # ---- a fully sharded transformer -----------------------------------------------------------------
 
-TOY = ModelConfig("toy", "tests", 16, 24, 3, 2, vocab_size=17)
+TOY = ModelConfig("toy", 16, 24, 3, 2, vocab_size=17)
 
 
 def transformer(variant: str = "plain") -> TransformerLM:

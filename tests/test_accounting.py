@@ -16,7 +16,7 @@ from labkit.measure.memory import measure_usage, residuals, saved_bytes
 from labkit.models.transformer import TransformerLM, language_model_loss
 
 # Dimensions without common factors, so that no two terms of a formula can stand in for one another.
-ODD = ModelConfig("odd", "test", d_model=42, d_ff=110, num_layers=3, num_heads=7, vocab_size=97)
+ODD = ModelConfig("odd", d_model=42, d_ff=110, num_layers=3, num_heads=7, vocab_size=97)
 SMALL_CASES = {
     "odd": (ODD, 3, 10),
     "one token": (dataclasses.replace(ODD, num_layers=1), 1, 1),

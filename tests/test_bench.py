@@ -136,7 +136,7 @@ def ignores_the_gradient_of_its_loss(logits, targets):
 
 class KeepsItsLogits(TransformerLM):
     def __init__(self, *, context_length, **sizes):
-        super().__init__(ModelConfig("mine", "", **sizes), max_context=context_length)
+        super().__init__(ModelConfig("mine", **sizes), max_context=context_length)
 
     def forward(self, tokens):
         logits = super().forward(tokens)

@@ -134,10 +134,10 @@ def test_residuals_know_their_operator_and_their_module():
 
 # One in which the scores weigh most, one the feed-forward part, one the logits; batch and context.
 SHAPES = {
-    "scores": (ModelConfig("scores", "test", 64, 128, 3, 4, vocab_size=50), 3, 200),
-    "feed-forward": (ModelConfig("feed-forward", "test", 64, 1024, 3, 4, vocab_size=50), 3, 40),
-    "logits": (ModelConfig("logits", "test", 64, 128, 3, 4, vocab_size=3000), 3, 40),
-    "four blocks": (ModelConfig("four blocks", "test", 64, 128, 4, 4, vocab_size=50), 2, 128),
+    "scores": (ModelConfig("scores", 64, 128, 3, 4, vocab_size=50), 3, 200),
+    "feed-forward": (ModelConfig("feed-forward", 64, 1024, 3, 4, vocab_size=50), 3, 40),
+    "logits": (ModelConfig("logits", 64, 128, 3, 4, vocab_size=3000), 3, 40),
+    "four blocks": (ModelConfig("four blocks", 64, 128, 4, 4, vocab_size=50), 2, 128),
 }
 
 

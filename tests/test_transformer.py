@@ -19,7 +19,7 @@ from labkit.models.transformer import (
     TransformerLM,
 )
 
-TINY = ModelConfig("tiny", "test", d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61)
+TINY = ModelConfig("tiny", d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61)
 
 
 def build(attention: str = "eager", **options) -> TransformerLM:

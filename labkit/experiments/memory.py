@@ -193,7 +193,7 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
     kind = device.kind
     d_model = parameters["d_model"]
     shape = (parameters["batch"], parameters["context"], d_model)
-    config = ModelConfig("", "", d_model, parameters["d_ff"], 1, parameters["num_heads"])
+    config = ModelConfig("", d_model, parameters["d_ff"], 1, parameters["num_heads"])
     rotary = RotaryEmbedding(config.d_head, shape[1], config.rope_theta).to(kind)
     x_BTC = torch.randn(shape, device=kind, requires_grad=True)
     if part == "rms_norm":

@@ -482,7 +482,7 @@ def _model(impl: str, attention: str) -> Implementation:
     """Returns what makes our model, of the dimensions that a course names."""
 
     def make(*, context_length: int, **sizes) -> TransformerLM:
-        config = ModelConfig("bench", "a case's dimensions", **sizes)
+        config = ModelConfig("bench", **sizes)
         return TransformerLM(config, max_context=context_length, attention=attention, impl=impl)
 
     return Implementation(make)
@@ -507,7 +507,7 @@ def new_model(device: Device, parameters: dict) -> Model:
     batch = parameters["batch"]
     context = parameters["context_length"]
     sizes = {name: parameters[name] for name in MODEL}
-    config = ModelConfig("bench", "a case's", **sizes)
+    config = ModelConfig("bench", **sizes)
     vocab_size = config.vocab_size
     return Model(
         device,

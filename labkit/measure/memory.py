@@ -395,9 +395,7 @@ class Residual:
 class _CurrentFunction(TorchFunctionMode):
     """Its `name` is that of PyTorch's running function."""
 
-    def __init__(self):
-        super().__init__()
-        self.name = ""
+    name = ""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         outer = self.name

@@ -167,7 +167,6 @@ def read_config(path: Path) -> ModelConfig:
     num_key_heads = first("num_key_value_heads", default=num_heads)
     return ModelConfig(
         name=kind,
-        edition="config.json",
         d_model=width,
         d_ff=first("intermediate_size", "n_inner", default=4 * width),
         num_layers=first("num_hidden_layers", "n_layer"),
