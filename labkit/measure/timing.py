@@ -164,7 +164,7 @@ def time_callable(
     Raises:
         ValueError: a method that the device has not.
     """
-    method = _checked_method(method, device_kind)
+    method = method or METHODS[device_kind][0]
     sampler = _sampler(method, function, inputs, device_kind)
     with collector_paused():
         num_warmup = _warm_up(sampler, num_warmup, time_limit_s)
@@ -185,16 +185,6 @@ def _timing(samples: Sequence[tuple], method: str, num_warmup: int, stop_reason:
             "one"
         )
     return Timing(device_ms, method, num_warmup, stop_reason, *others)
-
-
-def _checked_method(method: str | None, device_kind: str) -> str:
-    """Returns the method, the device's usual one for None; raises ValueError for one that it has
-    not.
-    """
-    accepted = METHODS[device_kind]
-    method = method or accepted[0]
-    check_known(f"method on {device_kind}", method, accepted)
-    return method
 
 
 @contextlib.contextmanager
@@ -255,6 +245,8 @@ last two may be absent.
 def _sampler(
     method: str, function: Callable, inputs: Callable[[], tuple], device_kind: str
 ) -> _Sampler:
+    """Returns what takes a sample; raises ValueError for a method that the device has not."""
+    check_known(f"method on {device_kind}", method, METHODS[device_kind])
     num_calls = 1
     if method == "graph":
         function, num_calls = captured(partial(function, *inputs()))
@@ -399,7 +391,7 @@ def compare(
         ValueError: the baseline is not among the candidates; else as in `time_callable`.
     """
     check_known("baseline", baseline, candidates)
-    method = _checked_method(method, device_kind)
+    method = method or METHODS[device_kind][0]
     samplers = {
         name: _sampler(method, function, tuple, device_kind)
         for name, function in candidates.items()
