@@ -28,16 +28,13 @@ from labkit.experiments.shared_step import NUM_WARMUP, WAYS, slowest, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure.timing import Timing
 from labkit.monitor import Monitor
-from labkit.parallel.collectives import COPIES, time_collective
+from labkit.parallel.collectives import OPERATIONS_OF, time_collective
 from labkit.parallel.launch import RankError, launch
 
 MEASUREMENT_VERSION = 1
 
 DEFAULTS = ("nccl", "gloo")
 """Transports that are a backend as it comes, measured in all dtypes."""
-
-OPERATIONS_OF = dict.fromkeys(COPIES, ("all_gather", "reduce_scatter"))
-"""Of transports that do not have all operations."""
 
 RANKS_OF = {"weak": slice(-1), "strong": slice(None)}
 """Of ways by name, which numbers of ranks they are for; all others are for the most."""

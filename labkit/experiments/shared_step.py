@@ -25,6 +25,7 @@ from labkit.measure.profiling import capture_with_kineto
 from labkit.measure.timing import Timing, captured_once, collector_paused, synchronize
 from labkit.models.transformer import Block, language_model_loss
 from labkit.parallel import data_parallel
+from labkit.parallel.collectives import most_of_ranks
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
 from labkit.parallel.launch import moment, rank_device
 from labkit.parallel.sharded_optimizer import ShardedOptimizer
@@ -283,9 +284,8 @@ def steps_rank(
             mine = seen[way]
             mine["loss"] = step.warm_up()
             losses.setdefault(way, mine["loss"])
-            once_ms = torch.tensor(time_steps(step.train_once, 1), device=rank_device())
-            dist.all_reduce(once_ms, dist.ReduceOp.MAX)
-            num_steps = min(max(int(1e3 * time_limit_s / once_ms.item()), 2), 10)
+            once_ms = most_of_ranks(time_steps(step.train_once, 1)).item()
+            num_steps = min(max(int(1e3 * time_limit_s / once_ms), 2), 10)
             mine["samples_ms"] += time_steps(step.train_once, num_steps)
             if number == 0:
                 mine["memory"] = step.memory

@@ -30,8 +30,8 @@ from labkit.parallel.launch import moment, rank_device
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-COPIES = ("copy", "low_contention")
-"""Transports by copy engines, which gather and reduce-scatter alone."""
+OPERATIONS_OF = dict.fromkeys(("copy", "low_contention"), ("all_gather", "reduce_scatter"))
+"""Of transports by copy engines; the others have all OPERATIONS."""
 
 NUM_WARMUP = 2
 NUM_SAMPLES = 20
@@ -90,6 +90,13 @@ def check_ranks_agree(values: list) -> None:
         for first, other in itertools.zip_longest(everyone[0], values):
             if first != other:
                 raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
+
+
+def most_of_ranks(values: float | list) -> Tensor:
+    """Returns numbers as a tensor, each as the largest of all ranks. Collective."""
+    most = torch.tensor(values, device=rank_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most
 
 
 def _symmetric(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
@@ -168,24 +175,19 @@ class PeerMemory:
         self.all_gather(values)
 
 
-class CopyWork:
-    """Calls a function on another stream, behind what the current one has to do; `wait` has the
-    current one wait. Without a stream, as on a CPU, it is called at once.
+def start_on(stream: torch.cuda.Stream | None, function: Callable, *args: Any) -> Any:
+    """Calls a function on another stream, behind what the current one has to do; returns what has
+    the current one wait for it. Without a stream, as on a CPU, it is called at once.
     """
-
-    def __init__(self, stream: torch.cuda.Stream | None, function: Callable, *args: Any):
-        self._event = None
-        if stream is None:
-            function(*args)
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function(*args)
-            self._event = stream.record_event()
-
-    def wait(self) -> None:
-        if self._event:
-            self._event.wait()
+    if stream is None:
+        function(*args)
+        done = torch.futures.Future()
+        done.set_result(None)
+        return done
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function(*args)
+        return stream.record_event()
 
 
 def time_collective(
@@ -211,7 +213,8 @@ def time_collective(
     each rank.
     """
     world_size = dist.get_world_size()
-    check_known("operation", operation, OPERATIONS)
+    accepted = OPERATIONS_OF.get(transport, OPERATIONS)
+    check_known(f"operation by transport {transport!r}", operation, accepted)
     least = dtype.itemsize * world_size
     if num_bytes < least:
         raise ValueError(f"{num_bytes} bytes of {dtype}; accepted: {least} bytes and more")
@@ -222,12 +225,11 @@ def time_collective(
     wrong = torch.count_nonzero(output != expected)  # a sum would copy all as int64
     dist.all_reduce(wrong)
     for _ in range(NUM_WARMUP):
-        warm = torch.tensor(_sample(call)[0], device=rank_device())
-    dist.all_reduce(warm, dist.ReduceOp.MAX)  # all take as many samples
-    num_samples = min(max(int(SAMPLES_S / float(warm)), LEAST_SAMPLES), NUM_SAMPLES)
-    samples = torch.tensor([_sample(call) for _ in range(num_samples)], device=rank_device())
+        warm_s, _ = _sample(call)
+    num_samples = int(SAMPLES_S / most_of_ranks(warm_s).item())  # on all ranks alike
+    num_samples = min(max(num_samples, LEAST_SAMPLES), NUM_SAMPLES)
     # On the slowest rank of each sample, since the others wait for it.
-    dist.all_reduce(samples, dist.ReduceOp.MAX)
+    samples = most_of_ranks([_sample(call) for _ in range(num_samples)])
     times, issues = samples.T.tolist()
     seconds = statistics.median(times)
     algorithm_gbs = num_bytes / seconds / 1e9
@@ -273,9 +275,7 @@ def _prepared(
     """
     rank = dist.get_rank()
     num_ranks = dist.get_world_size()
-    group = group_of(transport, "default", *COPIES)
-    if transport in COPIES and operation not in ("all_gather", "reduce_scatter"):
-        raise ValueError(f"{operation} by {transport}; accepted: all_gather, reduce_scatter")
+    group = group_of(transport, "default", *OPERATIONS_OF)
     num_inputs = shard if operation == "all_gather" else num_ranks * shard
     # At most 10, so that even bf16 holds the sum over 25 ranks; a rank's are this and its offset.
     digits = torch.arange(8, dtype=dtype, device=rank_device())

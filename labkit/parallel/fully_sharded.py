@@ -29,12 +29,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.parallel.collectives import (
-    CopyWork,
     PeerMemory,
     all_gather,
     group_of,
     reduce_scatter,
     start,
+    start_on,
 )
 from labkit.parallel.data_parallel import (
     MB,
@@ -393,7 +393,7 @@ class FullyShardedDataParallel(Wrapper):
         for weight in missing:
             weight.flat.untyped_storage().resize_(weight.flat.nbytes)
         if self._peers:
-            works = [CopyWork(self._peers.stream, self._peers.copy, missing)]
+            works = [start_on(self._peers.stream, self._peers.copy, missing)]
         else:
             pairs = []
             for weight in missing:
@@ -490,7 +490,7 @@ class FullyShardedDataParallel(Wrapper):
         pairs = [weight.take_gradient() for weight in weights]
         if self._peers:
             tensors = zip(*pairs, strict=True)
-            works = [CopyWork(self._reducing_stream, self._staging.average_scatter, *tensors)]
+            works = [start_on(self._reducing_stream, self._staging.average_scatter, *tensors)]
         else:
             works = start(reduce_scatter, pairs, dist.ReduceOp.AVG, group=self._group)
         self._reducing.append((weights, pairs, works))
