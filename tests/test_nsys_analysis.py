@@ -9,7 +9,7 @@ import os
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, execute_smoke, finished
+from chapters import execute_smoke, finished
 
 from labkit.device import detect
 from labkit.experiments import nsys_analysis as experiment
@@ -59,31 +59,42 @@ class FakeNsys:
         return self.trace
 
 
-def test_cases_share_one_capture(monkeypatch):
+@pytest.fixture
+def measured(monkeypatch):
+    """Returns a function that measures a case's training step by this nsys, None for without."""
     monkeypatch.setattr(experiment, "_captured", {})
+
+    def measure(nsys, case):
+        monkeypatch.setattr(experiment, "nsys_on", lambda _: nsys)
+        return experiment._measure(detect(), case, "train_step")
+
+    return measure
+
+
+def test_cases_share_one_capture(measured):
     later = ProfiledCase("profiles", parameters(context=16), ("train_step",), 300.0)
     together = tuple(tuple(step.split()) for step in STEPS)
     case = dataclasses.replace(later, parameters=parameters(context=8), together=together)
     nsys = FakeNsys(STEPS)
-    first = experiment._from_capture(nsys, CPU, case, "train_step")
+    first = measured(nsys, case)
     assert first.case == case.parameters and first.observed["profiler_version"] == "2025.3.1"
     assert (first.metrics["num_launches"], first.metrics["done_ms"]) == (3, 31e-6)
     assert first.metrics["issued_ms"] == 29e-6
     assert first.metrics["backward_kernel_ms"] == pytest.approx(5e-6)
-    second = experiment._from_capture(None, CPU, later, "train_step")
+    second = measured(None, later)
     assert second.case == later.parameters and experiment._captured == {}
     assert nsys.commands == [" ".join(STEPS).split()]
     # What does not fit is not tried a second time.
     nsys = FakeNsys(STEPS[1:], f"oom {STEPS[0]} too large")
-    unfit = experiment._from_capture(nsys, CPU, case, "train_step")
+    unfit = measured(nsys, case)
     assert (unfit.status, unfit.reason) == ("oom", "too large")
-    assert experiment._from_capture(None, CPU, later, "train_step").status == "ok"
+    assert measured(None, later).status == "ok"
 
 
-def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for():
+def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for(measured):
     case = ProfiledCase("profiles", parameters(context=32), ("train_step",), 300.0)
     with pytest.raises(RuntimeError, match="it broke"):
-        experiment._from_capture(FakeNsys(STEPS, "error it broke"), CPU, case, "train_step")
+        measured(FakeNsys(STEPS, "error it broke"), case)
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error():
@@ -123,14 +134,14 @@ def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path, m
 
 
 @pytest.mark.gpu(alone=True)
-def test_nsys_and_torch_profiler_give_the_same_table():
+def test_nsys_and_torch_profiler_give_the_same_table(measured):
     nsys = Nsys.find()
     if failure := nsys.failure() if nsys else "not found":
         pytest.skip(f"needs nsys: {failure}")
     words = ("small", "512", "fp32", "eager", "train_step")
     case = ProfiledCase("profiles", parameters_of(*words[:-1]), ("train_step",), 300.0)
-    theirs = experiment._from_capture(nsys, detect(), case, "train_step")
-    ours = experiment._from_capture(None, detect(), case, "train_step")
+    theirs = measured(nsys, case)
+    ours = measured(None, case)
     assert (theirs.observed["profiler"], ours.observed["profiler"]) == ("nsys", "kineto")
     metrics = theirs.metrics
     assert metrics["num_launches"] == metrics["num_launches_with_ranges"] > 300

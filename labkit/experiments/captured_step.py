@@ -40,7 +40,7 @@ def marked(step: Step, marker: Marker) -> Iterator[None]:
     attention the "core" between its projections.
     """
     model = step.model
-    handles = []
+    stack = contextlib.ExitStack()
     # Of all threads: while autograd's runs a backward pass, the one that called it waits.
     ranges = []
 
@@ -52,31 +52,29 @@ def marked(step: Step, marker: Marker) -> Iterator[None]:
         ranges.pop().__exit__(None, None, None)
 
     def mark(module: torch.nn.Module, name: str) -> None:
-        handles.append(module.register_forward_pre_hook(lambda *_: enter(name)))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        stack.enter_context(module.register_forward_pre_hook(lambda *_: enter(name)))
+        stack.enter_context(module.register_forward_hook(leave, always_call=True))
 
     def attention(*tensors: torch.Tensor, causal: bool) -> torch.Tensor:
         with marker("core"):
             return original(*tensors, causal=causal)
 
-    for number, block in enumerate(model.blocks):
-        name = f"block {number}"
-        mark(block, name)
-        handles.append(block.register_full_backward_pre_hook(lambda *_, name=name: enter(name)))
-        handles.append(block.register_full_backward_hook(leave))
-    for module in (model, *model.blocks):
-        for name, part in module.named_children():
-            mark(part, name)
     # Wrapped under the name by which the model finds it: the same functions compute.
     impl = model.blocks[0].attention.attention
     original = transformer.ATTENTION[impl]
-    transformer.ATTENTION[impl] = attention
-    try:
+    with stack:
+        stack.callback(transformer.ATTENTION.update, {impl: original})
+        transformer.ATTENTION[impl] = attention
+        for number, block in enumerate(model.blocks):
+            name = f"block {number}"
+            mark(block, name)
+            before = block.register_full_backward_pre_hook(lambda *_, name=name: enter(name))
+            stack.enter_context(before)
+            stack.enter_context(block.register_full_backward_hook(leave))
+        for module in (model, *model.blocks):
+            for name, part in module.named_children():
+                mark(part, name)
         yield
-    finally:
-        transformer.ATTENTION[impl] = original
-        for handle in handles:
-            handle.remove()
 
 
 def capture_steps(step: Step, phase: str, marker: Marker) -> None:
@@ -129,6 +127,11 @@ def nsys_line(case: Sequence[str], output: Path) -> str:
     )
 
 
+def nsys_on(device: Device) -> Nsys | None:
+    """Returns what captures a step on a GPU; None where torch.profiler does."""
+    return Nsys.usable() if device.kind == "cuda" else None
+
+
 def capture(
     nsys: Nsys | None, device: Device, cases: Sequence[Sequence[str]], **options: Any
 ) -> Trace:
@@ -151,7 +154,7 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
     Raises as they do, and RuntimeError for a step that failed under nsys.
     """
     device = detect()
-    nsys = Nsys.usable() if device.kind == "cuda" else None
+    nsys = nsys_on(device)
     path = Path(f"{output}.{'nsys-rep' if nsys else 'json'}")
     trace = capture(nsys, device, [case], timeout_s=600.0, keep=path, stacks=True)
     for name in trace.ranges["name"]:

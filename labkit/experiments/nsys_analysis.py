@@ -18,12 +18,18 @@ import pandas as pd
 
 from labkit.configs import NSYS_ANALYSIS
 from labkit.device import Device
-from labkit.experiments.captured_step import NUM_WARMUP, capture, parameters_of, words_of
+from labkit.experiments.captured_step import (
+    NUM_WARMUP,
+    capture,
+    nsys_on,
+    parameters_of,
+    words_of,
+)
 from labkit.experiments.sections import run_section, section
 from labkit.experiments.sweep import Case, Measured
 from labkit.kernels import KERNEL_CLASSES
 from labkit.measure import profiling
-from labkit.measure.profiling import Nsys, ProfileError, Trace
+from labkit.measure.profiling import ProfileError, Trace
 from labkit.monitor import Monitor
 
 MEASUREMENT_VERSION = 2
@@ -89,27 +95,17 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     return planned
 
 
+_captured: dict[tuple[str, ...], Measured] = {}
+"""What this worker has from a shared capture and no case has asked for yet, by the case's words."""
+
+
 def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
-    """Returns what the capture of a phase gave."""
-    nsys = Nsys.usable() if device.kind == "cuda" else None
-    return _from_capture(nsys, device, case, phase)
-
-
-run_case = functools.partial(run_section, {"profiles": section(_measure)})
-
-
-_captured: dict[tuple[str, ...], Measured | Exception] = {}
-"""What this worker has from a shared capture and no case has asked for yet, by the case's words: a
-measurement, or what ended the captured process.
-"""
-
-
-def _from_capture(nsys: Nsys | None, device: Device, case: ProfiledCase, phase: str) -> Measured:
     """Returns the measurement of a phase, from a capture if there is none yet: by nsys of this case
     and of those after it, by torch.profiler of the phase alone.
     """
     words = words_of(case.parameters, phase)
     if words not in _captured:
+        nsys = nsys_on(device)
         asked = [words]
         if nsys and words in case.together:
             asked = case.together[case.together.index(words) :]
@@ -120,21 +116,15 @@ def _from_capture(nsys: Nsys | None, device: Device, case: ProfiledCase, phase: 
         _captured.clear()
         for other, measured in measurements(trace).items():
             _captured[other] = replace(measured, telemetry=monitor.summary)
-        missing = [other for other in asked if other not in _captured]
-        if missing:
-            _captured[missing[0]] = _failure(trace)
-    result = _captured.pop(words)
-    if isinstance(result, Exception):
-        raise result
-    return result
+        if words not in _captured:
+            for name in trace.ranges["name"]:
+                if name.startswith("error "):
+                    raise RuntimeError(name.removeprefix("error "))
+            raise ProfileError("the captured process ended before its first step")
+    return _captured.pop(words)
 
 
-def _failure(trace: Trace) -> Exception:
-    """Returns the error that ended the captured process, as a range of the capture names it."""
-    for name in trace.ranges["name"]:
-        if name.startswith("error "):
-            return RuntimeError(name.removeprefix("error "))
-    return ProfileError("the captured process ended before its first step")
+run_case = functools.partial(run_section, {"profiles": section(_measure)})
 
 
 def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
