@@ -108,10 +108,10 @@ def run_cases(device: Device, cases: Sequence[Sequence[str]], marker: Marker) ->
             capture_steps(step, phase, marker)
 
 
-def words_of(parameters: dict, *phase: str) -> tuple[str, ...]:
+def words_of(parameters: dict, phase: str) -> tuple[str, ...]:
     """Returns the words that name a step."""
     names = ("size", "context", "precision", "attention")
-    return (*(str(parameters[name]) for name in names), *phase)
+    return (*(str(parameters[name]) for name in names), phase)
 
 
 def parameters_of(size: str, context: str, precision: str, attention: str) -> dict:

@@ -190,7 +190,7 @@ def run_ranks(
         if "OutOfMemoryError" in failure:
             raise torch.OutOfMemoryError(failure)
         kind_of_error = TimeoutError if "Timeout (" in failure else RuntimeError
-        raise kind_of_error(failure or f"no rank measured {phase}")
+        raise kind_of_error(failure)
 
     for phase in case.phases:
         yield phase, functools.partial(measure, phase)
@@ -262,7 +262,7 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
     return Measured(
         metrics,
         {**first["case"], "world_size": len(ranks)},
-        dict(first["observed"]),
+        first["observed"],
         samples,
         timing.description(),
     )

@@ -90,8 +90,7 @@ def gradients(step: Step) -> list[Tensor]:
 
 def optimizer_state(step: Step) -> list[Tensor]:
     """Returns the tensors of the optimizer's state; none before its first step."""
-    values = [value for state in step.optimizer.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, Tensor)]
+    return [value for state in step.optimizer.state.values() for value in state.values()]
 
 
 def resident(step: Step) -> list[Tensor]:
@@ -165,18 +164,16 @@ def _categories(step: Step, history: History) -> Callable[[Allocation], str]:
     """
     known = dict.fromkeys(storages(step.model.parameters()), "parameters")
     known |= dict.fromkeys(storages(optimizer_state(step)), "optimizer state")
-    begins = {name: begin for name, begin, _ in history.phases()}
-    backward, optimizer = begins.get("backward"), begins.get("optimizer step")
+    # Of the forward and the backward pass; an inference is itself the last phase.
+    ends = [end for *_, end in history.phases()[:-1]]
 
     def category(allocation: Allocation) -> str:
         if allocation.begin == BEFORE:
             return known.get(allocation.address, "other")
-        if backward is None:  # an inference keeps nothing
-            return "temporary"
-        is_forward = allocation.begin < backward
-        if not allocation.is_alive((backward if is_forward else optimizer) - 1):
-            return "temporary"
-        return "activations" if is_forward else "gradients"
+        for kept_as, end in zip(("activations", "gradients"), ends, strict=False):
+            if allocation.is_alive(end - 1):
+                return kept_as
+        return "temporary"
 
     return category
 

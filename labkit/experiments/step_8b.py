@@ -357,7 +357,7 @@ def measured(case: Case, ranks: list[dict]) -> Measured:
     }
     return Measured(
         metrics,
-        dict(parameters),
+        parameters,
         {f"num_{level}": first["levels"].count(level) for level in CONTEXTS},
         {"step_ms": list(timing.samples_ms), "loss": losses},
         timing.description(),

@@ -323,23 +323,22 @@ class FullyShardedDataParallel(Wrapper):
         """Puts DTensors in the places of the module's parameters, and wraps calls of what computes
         with these: the outermost module that has one, or what is compiled or a unit.
         """
-        call = module._compiled_call_impl or module._call_impl
-        is_compiled = module._compiled_call_impl or hasattr(module, "_orig_mod")
-        own = set(module.parameters(recurse=is_compiled or isinstance(module, self._units)))
-        uses = [
-            (owner, key, parameters[p])
-            for owner in module.modules()
-            for key, p in owner._parameters.items()
-            if p in own and p in parameters
-        ]
-        if uses:
-            # A unit, or a class of its own, may compute with the table too.
-            layer = _Layer(uses, type(module) is nn.Embedding)
-            layer.show_outer()
-            # Around what is compiled, where hooks of the module would be inside.
-            module._compiled_call_impl = functools.partial(self._run, layer, call)
-        for child in module.children():
-            self._hook(child, parameters)
+        for inside in module.modules():
+            call = inside._compiled_call_impl or inside._call_impl
+            is_compiled = inside._compiled_call_impl or hasattr(inside, "_orig_mod")
+            own = set(inside.parameters(recurse=is_compiled or isinstance(inside, self._units)))
+            uses = [
+                (owner, key, parameters[p])
+                for owner in inside.modules()
+                for key, p in owner._parameters.items()
+                if p in own and p in parameters
+            ]
+            if uses:
+                # A unit, or a class of its own, may compute with the table too.
+                layer = _Layer(uses, type(inside) is nn.Embedding)
+                layer.show_outer()
+                # Around what is compiled, where hooks of the module would be inside.
+                inside._compiled_call_impl = functools.partial(self._run, layer, call)
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
