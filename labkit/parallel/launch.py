@@ -112,17 +112,15 @@ def launch(
         raise ValueError(f"{nproc} ranks on {nodes} nodes; accepted: as many on each")
     number = 0
     if nodes > 1:
-        store = _joined()
+        store = _joined(datetime.timedelta(seconds=timeout_s + 2 * GRACE_S))
         number = store.add(LAUNCHES, 1)
     call = Call(name, args, device, timeout_s, collective_timeout_s, nproc, number)
     if nodes > 1:
         store.set(f"call {number}", pickle.dumps(call))
     replies = [_run(call, 0)]
     for node in range(1, nodes):
-        key = f"reply {number} {node}"
         try:
-            store.wait([key], datetime.timedelta(seconds=timeout_s + 2 * GRACE_S))
-            replies.append(pickle.loads(store.get(key)))
+            replies.append(pickle.loads(store.get(f"reply {number} {node}")))
         except dist.DistError:
             replies.append((f"node {node}: no answer", [[]] * (nproc // nodes)))
     finished = [items for _, node_items in replies for items in node_items]
