@@ -366,7 +366,7 @@ def _provenance_line(chapters: Chapters) -> str:
         f"{gpu['memory_bytes'] / 2**30:.0f} GiB" if gpu else "",
         f"{gpu['power_limit_w']:.0f} W" if gpu.get("power_limit_w") else "",
         versions_of("torch", records),
-        f"{len({record.session for record in records} - {''})} sessions",
+        count(len({record.session for record in records} - {""}), "session"),
         dates_of(records) or "–",
     ]
     return f"{' · '.join(filter(None, parts))}. [{PROVENANCE}](#{anchor(PROVENANCE)})."

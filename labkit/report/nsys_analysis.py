@@ -27,7 +27,7 @@ def tables(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     parts = [pd.DataFrame(columns=[*KEPT, *NAMES.values(), "path", "total_us", "launches"])]
     for row in ok_rows(frame).to_dict("records"):
         table = pd.DataFrame(row["observed"]["tables"][name]).rename(columns=NAMES)
-        parts.append(table.assign(**{key: row[key] for key in KEPT}))
+        parts.append(table.assign(**{key: row.get(key, "") for key in KEPT}))
     return pd.concat(parts[1:] or parts)
 
 
