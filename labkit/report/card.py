@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from labkit import notebooks
 from labkit.configs import SIZES
-from labkit.records import Record
+from labkit.records import Record, to_frame
 from labkit.report import facts, figures, sessions, tables, verdicts
 from labkit.report.chapter import (
     Chapter,
@@ -142,10 +142,10 @@ def lines(chapters: Chapters) -> list[str]:
 
 
 def frame_of(chapters: Chapters, name: str, *sections: str) -> pd.DataFrame:
-    """Returns the records of a chapter's sections, an empty frame where the chapter was not
-    measured.
+    """Returns the records of a chapter's sections, an empty frame where the page has no such
+    chapter.
     """
-    return first_of(chapters).of(name).records(*sections)
+    return chapters[name].records(*sections) if name in chapters else to_frame([])
 
 
 def _come_back(chapters: Chapters) -> str:
