@@ -158,6 +158,11 @@ def test_committed_reports_figures_and_tables_are_those_of_the_committed_records
     assert not stale, f"run `labkit report` (with matplotlib {matplotlib.__version__})"
 
 
+def test_a_cpu_is_one_without_its_environment_too(tmp_path):
+    kinds = [chapter(tmp_path / device).device_kind for device in ("cpu-abacus", "gpu")]
+    assert kinds == ["cpu", "cuda"]
+
+
 REPORT = (REPOSITORY / "report.md").read_text(encoding="utf-8")
 
 

@@ -93,7 +93,8 @@ class Chapter:
         self.gpu = self.environment.get("gpu", {})
         recorded = self.environment.get("device", {})
         self.device_name = recorded.get("name", self.device)
-        self.device_kind = recorded.get("kind", "cuda")
+        by_slug = "cpu" if device.startswith("cpu-") else "cuda"
+        self.device_kind = recorded.get("kind", by_slug)
         self.save_figures = save_figures
         self.own = {own: f"yours: {own.split('@')[0]}"} if own else {}
 
