@@ -50,6 +50,11 @@ def test_a_damaged_record_is_one_line_and_ends_the_check(folder):
     assert not found.is_fine and f"{CHAPTER}.jsonl, line 4: not JSON" in found.detail
 
 
+def test_a_renamed_folder_is_named_where_it_is(folder):
+    other = folder.rename(folder.with_name("other"))
+    assert failures(other)["tables"] == f"{other} holds records of {SENT}, not of 'other' alone"
+
+
 def test_a_report_of_the_quick_profile_says_so(folder):
     done = folder / "records" / f"{CHAPTER}.done.json"
     done.write_text(done.read_text().replace('"smoke"', '"quick"'))

@@ -95,7 +95,7 @@ def _tables(folder: Path) -> Finding:
             shutil.copy(folder / "environment.json", copy)
         try:
             render.rebuild(one, output=Path(root))
-        except (NotebookError, RequestError) as error:
+        except (NotebookError, RecordError, RequestError) as error:
             return Finding("tables", False, f"{error}".replace(root, f"{folder.parent}"))
         sides = folder / "tables", copy / "tables"
         names = sorted({path.name for side in sides for path in side.glob("*")})
