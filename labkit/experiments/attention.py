@@ -102,7 +102,7 @@ class AttentionCall:
     def __init__(self, device: Device, parameters: dict):
         self.device, self.impl = device, parameters["impl"]
         self.causal = parameters.get("causal", False)
-        self.is_compiled = self.impl.startswith("compiled")
+        self.is_compiled = self.impl in ("compiled", "compiled_heads")
         empty_cache()
         heads = [] if self.impl in IMPLS else [1]
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
