@@ -352,7 +352,12 @@ def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], int]:
     num_calls = max(1, math.ceil(GRAPH_REPLAY_MS / max(replay_ms, 1e-3)))
     if num_calls > 1:
         graph = captured_once(partial(run, num_calls))
-    return graph.replay, num_calls
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.function = function  # whose arguments' memory each replay reads
+    return replay, num_calls
 
 
 class Comparison(NamedTuple):
