@@ -100,7 +100,8 @@ class AttentionCall:
     """
 
     def __init__(self, device: Device, parameters: dict):
-        self.device, self.impl = device, parameters["impl"]
+        self.device = device
+        self.impl = parameters["impl"]
         self.causal = parameters.get("causal", False)
         self.is_compiled = self.impl in ("compiled", "compiled_heads")
         empty_cache()
@@ -121,7 +122,8 @@ class AttentionCall:
             known = IMPLEMENTATIONS["attention"]
             check_known("implementation", self.impl, known)
             self.function = known[self.impl].function
-            if reason := known[self.impl].unavailable(*self.inputs, causal=self.causal):
+            reason = known[self.impl].unavailable(*self.inputs, causal=self.causal)
+            if reason:
                 raise Skip(reason)
 
     def forward(self) -> Tensor:

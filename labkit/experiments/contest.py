@@ -466,7 +466,8 @@ def contest(operation: Operation, case: Case) -> Iterator[PhaseRun]:
     entrants: dict[str, list[str]] = {}
     for phase in case.phases:
         impl, name = phase.split(" ")
-        if reason := operation.apply(operation.implementations[impl].unavailable):
+        reason = operation.apply(operation.implementations[impl].unavailable)
+        if reason:
             yield phase, functools.partial(_raise, Skip(reason))
         else:
             entrants.setdefault(name, []).append(impl)

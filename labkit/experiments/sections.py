@@ -160,7 +160,8 @@ def sustained_metrics(
         **work,
     )
     metrics = window.metrics
-    if ceiling := ceilings.get(f"gemm {precision} sustained_tflops"):
+    ceiling = ceilings.get(f"gemm {precision} sustained_tflops")
+    if ceiling:
         fraction = metrics["sustained_tflops"] / ceiling
         metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": fraction}
     timed.telemetry["sustained"] = {**window.telemetry, "is_replayed": is_replayed}
@@ -241,7 +242,8 @@ def empty_cache() -> None:
 
 
 def _measure_host(device: Device, case: Case, name: str) -> Measured:
-    if reason := host.unavailable(name, device.kind):
+    reason = host.unavailable(name, device.kind)
+    if reason:
         raise Skip(reason)
     return timed(device, host.probe, name, device.kind).measured({}, case.parameters)
 

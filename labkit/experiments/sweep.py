@@ -217,7 +217,8 @@ def _worker_main(connection: Connection, is_rehearsal: bool) -> None:
             case = connection.recv()
         except EOFError:
             return
-        status, reason = "skipped", "the experiment has no such phase"
+        status = "skipped"
+        reason = "the experiment has no such phase"
         try:
             for phase, run in importlib.import_module(case.experiment).run_case(case):
                 connection.send(("phase", phase))
