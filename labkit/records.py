@@ -339,18 +339,17 @@ def single(device: str) -> str:
 
 def folder_of(root: Path, device: str, notebook: str) -> Path:
     """Returns the folder with the notebook's records of `device`: that of several in one machine,
-    "2x-<device>", where there are such, else its own. Of several such, one that was measured to
-    its end goes before one of more GPUs.
+    "2x-<device>", where there are such, else its own. Of several such, the one with most records.
     """
-    several = re.compile(rf"(\d+)x-{re.escape(device)}")
-    names = (path.parent.parent.name for path in root.glob(f"*/records/{notebook}.jsonl"))
-    matches = filter(None, map(several.fullmatch, names))
-    best = max(
-        matches,
-        key=lambda match: (done_path(root / match[0], notebook).exists(), int(match[1])),
-        default=[device],
-    )
-    return root / best[0]
+    several = re.compile(rf"\d+x-{re.escape(device)}")
+    matches = [
+        path
+        for path in root.glob(f"*/records/{notebook}.jsonl")
+        if several.fullmatch(path.parent.parent.name)
+    ]
+    if not matches:
+        return root / device
+    return max(matches, key=lambda path: path.read_bytes().count(b"\n")).parent.parent
 
 
 def measured_devices(root: Path) -> list[str]:

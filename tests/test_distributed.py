@@ -127,11 +127,9 @@ def test_ranks_measure_steps():
 
 
 def test_records_of_several_devices_stand_in_for_those_of_one(tmp_path, monkeypatch):
-    for name in ("2x-gpu", "10x-gpu", "2x-other"):
+    for name, num_records in {"2x-gpu": 3, "10x-gpu": 2, "2x-other": 9}.items():
         (tmp_path / name / "records").mkdir(parents=True)
-        (tmp_path / name / "records" / "07_x.jsonl").touch()
-    assert folder_of(tmp_path, "gpu", "07_x").name == "10x-gpu"
-    (tmp_path / "2x-gpu" / "records" / "07_x.done.json").touch()
+        (tmp_path / name / "records" / "07_x.jsonl").write_text("{}\n" * num_records)
     assert folder_of(tmp_path, "gpu", "07_x").name == "2x-gpu"
     assert folder_of(tmp_path, "none", "07_x").name == "none"
     monkeypatch.setattr(device, "detect", lambda: H200)
