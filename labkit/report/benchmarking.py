@@ -19,7 +19,7 @@ WARM = 0.03
 def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured rates, in a burst and sustained, beside the datasheet's."""
     lines = []
-    for row in in_order(ceilings, ["kind", "precision"]).to_dict("records"):
+    for row in ceilings.to_dict("records"):
         if row["kind"] == "copy":
             name = "copy, read + write (GB/s)"
             unit = "gb_per_s"
@@ -34,7 +34,7 @@ def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
             "TFLOP/J": "tflop_per_joule",
         }
         lines.append({"roof": name} | {head: cell(row, value) for head, value in values.items()})
-    return pd.DataFrame(lines)
+    return pd.DataFrame(sorted(lines, key=lambda line: line["roof"]))
 
 
 def _idle_share(kernel_ms, call_ms):
