@@ -44,12 +44,13 @@ def test_a_verdict_comes_from_the_interval(other_ms, half_width, verdict):
 
 def test_a_sentence_says_no_more_than_its_fact():
     noisy = compare(pair(10.0, 8.0, half_width_fraction=0.4), BASE, OTHER)
-    text = said(noisy, **TEXTS, because="of its kernels")
+    texts = TEXTS | {"ahead": "Ahead {ratio}: of its kernels"}
+    text = said(noisy, **texts)
     assert noisy["interval"] in text and "Undecided" in text
     assert "Ahead" not in text and "kernels" not in text
-    assert said(compare(pair(), BASE, OTHER), **TEXTS, because="why") == "Ahead 2.00×: why."
+    assert said(compare(pair(), BASE, OTHER), **texts) == "Ahead 2.00×: of its kernels."
     for other_ms in (10.0, 20.0):
-        assert "why" not in said(compare(pair(10.0, other_ms), BASE, OTHER), **TEXTS, because="why")
+        assert "kernels" not in said(compare(pair(10.0, other_ms), BASE, OTHER), **texts)
     slower = compare(pair(10.0, 20.0), BASE, OTHER, size="2.7b")
     plain = f"Behind ({slower['interval']}): bf16 against fp32 (2.7b (3.4 B))."
     assert said(slower, ahead="Ahead") == plain
@@ -184,4 +185,6 @@ def test_what_grows_fits_spreads_or_agrees_and_what_cannot_be_said():
     grown = facts.growth(lengths, "context", "median_ms", 512, 2048)
     assert grown["value"].value == pytest.approx(2)
     assert facts.share_of(lengths, "median_ms > 50", "slow steps").small
-    assert facts.spread(pd.DataFrame(columns=["error", "case"])).missing
+    errors = pd.DataFrame({"error": [-0.02], "case": ["small"]})
+    assert facts.spread(errors)["most"] == "2 % for 95 % of 1"
+    assert facts.spread(errors[:0]).missing

@@ -97,8 +97,8 @@ def test_a_notebook_is_named_by_number_or_name():
 def written(tmp_path, monkeypatch):
     """Writes a notebook of a parameters cell and another one, and returns its name."""
 
-    def write(source: str, parameters: str = "a = 1") -> str:
-        cells = [nbformat.v4.new_code_cell(parameters), nbformat.v4.new_code_cell(source)]
+    def write(source: str) -> str:
+        cells = [nbformat.v4.new_code_cell(text) for text in ("a = 1", source)]
         cells[0].metadata["tags"] = ["parameters"]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "09_written.ipynb")
         monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
@@ -207,7 +207,7 @@ def test_what_cannot_be_done_is_one_line_with_its_exit_code(
     monkeypatch.chdir(output)
     before = contents(tmp_path)
     options = [] if command[0] == "verify" else ["--output", output]
-    found, said = ended(*(word.format(tmp_path) for word in command), *options)
+    found, said = ended(*command, *options)
     assert found == code and words in said and len(said.splitlines()) == 1
     assert contents(tmp_path) == before
 

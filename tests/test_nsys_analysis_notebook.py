@@ -55,7 +55,7 @@ def test_shares_and_times_of_a_step_are_those_of_its_classes():
 
 
 def test_softmax_and_products_move_their_fewest_bytes_in_their_time():
-    steps = pd.DataFrame([captured("bf16", "inference"), captured("bf16", "train_step")])
+    steps = pd.DataFrame([captured("bf16", "inference"), captured("bf16")])
     (row,) = report.attention(steps).to_dict("records")
     scores = 4 * 32 * 32 * 512**2  # batch, layers, heads of 2.7b
     assert row["softmax_gb_per_s"] == pytest.approx(8 * scores / 100e-6 / 1e9)

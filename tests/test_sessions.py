@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from labkit import cli
 from labkit.configs import FIGURES, REFERENCE_DEVICE
 from labkit.records import Record, RecordStore
-from labkit.report import card, sessions
+from labkit.report import benchmarking, card, facts, sessions
 from labkit.report.chapter import Chapter
 
 NOTEBOOK = "01_benchmarking"
@@ -101,8 +101,13 @@ def test_too_few_rows_of_a_kind_fail():
     ]:
         first = [record("s1", row=row, method=method) for row in range(20)]
         second = [record("s2", ms, row=row, method=method) for row, ms in enumerate(times)]
-        assert sessions.failed(differences(*first, *second)) == failed
+        found = differences(*first, *second)
+        assert sessions.failed(found) == failed
     assert sessions.failed(differences(*first)), "nothing to compare"
+    lack = facts.measured(sessions.shares(found), "share", times="device times", twice=True)
+    assert lack.missing == "device times, twice"
+    (axis,) = benchmarking.repeats(found).axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == [sessions.OTHER_CALLS]
 
 
 def compare(*arguments):

@@ -34,7 +34,7 @@ def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
             "TFLOP/J": "tflop_per_joule",
         }
         lines.append({"roof": name} | {head: cell(row, value) for head, value in values.items()})
-    return pd.DataFrame(lines)
+    return pd.DataFrame(sorted(lines, key=lambda line: line["roof"]))
 
 
 def _idle_share(kernel_ms, call_ms):
@@ -121,16 +121,18 @@ def repeats(differences: pd.DataFrame) -> Figure:
     time.
     """
     figure, axis = figures.panel(height=2.6)
-    for place, kind in enumerate(sessions.LIMITS):
+    kinds = sessions.shares(differences)["kind"]
+    colours = dict(zip(sessions.LIMITS, figures.SERIES, strict=False))
+    for place, kind in enumerate(kinds):
         values = select(differences, kind=kind)["difference"].clip(lower=1e-3).sort_values()
         # Around their row, so that few cover one another; the same records, the same picture.
         heights = [place + 0.7 * ((number * 0.618) % 1 - 0.5) for number in range(len(values))]
-        axis.scatter(values, heights, s=6, alpha=0.5, color=figures.SERIES[place], linewidths=0)
+        axis.scatter(values, heights, s=6, alpha=0.5, color=colours[kind], linewidths=0)
     axis.axvline(0.05, color="0.4", linewidth=1, linestyle=":")
     axis.set_xscale("log")
     ticks = {0.001: "≤ 0.1 %"} | {end: percent(end) for end in (0.01, 0.05, 0.1, 1)}
     axis.set_xticks(list(ticks), ticks.values())
-    axis.set_yticks(range(len(sessions.LIMITS)), sessions.LIMITS)
+    axis.set_yticks(range(len(kinds)), kinds)
     axis.set_xlabel("slower than the faster of two sessions by")
     return figure
 

@@ -21,6 +21,7 @@ from labkit.report.chapter import (
     session_records,
     versions_of,
 )
+from labkit.report.flash_attention import shape_name
 from labkit.report.frame import Row, by_way, cell, only, select, size_name, usable
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
 from labkit.report.verdicts import BETWEEN, CALL, DEVICE, WITHIN
@@ -68,7 +69,8 @@ PROVENANCE = "How the numbers are made"
 DEFINITIONS = f"""\
 - *Device time*: the kernels alone, replayed from one CUDA graph or summed from a profile.
 - *Sustained*: back to back for a second or more, after as long of it, at the clocks that the \
-power limit leaves. ~ marks clocks that still changed; a share has its own mark, not its roof's.
+power limit leaves. ~ marks clocks that still changed. A share of a roof is of its session's own, \
+and has its own mark.
 - *Call time*: what a program waits for, host included.
 - A is r× as fast as B: r is B's time ÷ A's. A takes r× the memory of B: r is A's bytes ÷ B's.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
@@ -101,8 +103,8 @@ def page(chapters: Chapters, keyed: Mapping[str, tuple[str, str]]) -> str:
         *_part(
             "Which attention?",
             attention_table(rivals),
-            f"Device time in bf16, in a burst, of {_entrants(rivals)}. Chapter 06 has the fastest "
-            "at the power limit.",
+            f"Shapes: batch×heads×length×columns. Device time in bf16, in a burst, of "
+            f"{_entrants(rivals)}. Chapter 06 has the fastest at the power limit.",
         ),
         *_fits_part(chapters),
     ]
@@ -222,7 +224,7 @@ def ladder(chapters: Chapters) -> Figure | None:
             axis.hlines(at_roof, 2, len(LADDER) - 1, color=style.colour, linestyle=":", linewidth=1)
     if not axis.lines:
         return None
-    names = [name.replace(" ", "\n", 1).replace("+\n", "+ ") for name in LADDER]
+    names = [name.replace(", ", ",\n") for name in LADDER]
     axis.set_xticks(range(len(LADDER)), names)
     figures.log_time_axis(axis, "device time of a step (ms)")
     axis.margins(x=0.06, y=0.15)
@@ -236,13 +238,12 @@ def _ladder_part(chapters: Chapters) -> list[str]:
     fastest = facts.compare(steps, LADDER["fp32"], LADDER["+ our kernels"], size=size)
     alt = "A training step from slow to fast"
     if not fastest.missing:
-        ends = f"from {fastest['base']} in fp32 to {fastest['other']}"
-        alt = f"A training step of {size_name(size)} {ends}"
+        alt += f": {size_name(size)}, {fastest['base']} in fp32, {fastest['other']} at last"
     text = (
         "Batch 4, one CUDA graph a step, so no host enters its time. Dotted: at the sustained "
         "bf16 roof. *bf16* is autocast over fp32 weights; *compiled* compiles each block; "
         "*our kernels* keep the blocks' matrices in bf16 beside fp32 masters; *pure bf16* has no "
-        "fp32 weights."
+        "fp32 weights, and loses small updates (chapter 03)."
     )
     figure = f"![{alt}](../figures/{first_of(chapters).device}/{LADDER_FILE})"
     return _part("One training step, from slow to fast", ladder_table(steps), text, figure)
@@ -278,10 +279,9 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
         fastest = rows[names[0]]
         beside = {name: _beside(fastest, rows[name]) for name in names}
         ahead = [name for name, text in beside.items() if text in ("the fastest", "level")]
-        mask = "causal" if shape["causal"] else "no mask"
         lines.append(
             {
-                "shape": f"d {shape['d_head']}, length {shape['length']:,}, {mask}",
+                "shape": shape_name(fastest),
                 "pass": direction,
                 "ms": cell(fastest),
                 "fastest": f"{listing(ahead)}, {cell(fastest, 'achieved_tflops')} TFLOP/s",
@@ -344,10 +344,10 @@ def _fits_part(chapters: Chapters) -> list[str]:
         ),
         "+ every block recomputed": select(plans, plan="1", attention="sdpa_flash"),
     }
-    sizes = [size for size in SIZES if len(select(steps, size=size))]
     table = pd.DataFrame(
         {"size": size_name(size)} | {name: longest(rows, size=size) for name, rows in ways.items()}
-        for size in sizes
+        for size in SIZES
+        if len(select(steps, size=size))
     )
     text = (
         "Longest measured context of a training step at batch 4 with AdamW, and the shortest that "
@@ -363,7 +363,7 @@ def _provenance_line(chapters: Chapters) -> str:
     records = session_records(chapters)
     gpu = first_of(chapters).gpu
     parts = [
-        f"{gpu['memory_bytes'] / 2**30:.0f} GiB" if gpu else "",
+        f"{gib(gpu['memory_bytes'])} GiB" if gpu else "",
         f"{gpu['power_limit_w']:.0f} W" if gpu.get("power_limit_w") else "",
         versions_of("torch", records),
         count(len({record.session for record in records} - {""}), "session"),
@@ -402,10 +402,7 @@ def _machine(chapter: Chapter) -> str:
     cpu = chapter.environment.get("cpu")
     text = chapter.device_name
     if gpu:
-        text += f", {gpu['memory_bytes'] / 2**30:.0f} GiB"
         text += f", {gpu['num_multiprocessors']} multiprocessors"
-    if gpu.get("power_limit_w"):
-        text += f", {gpu['power_limit_w']:.0f} W"
     if gpu.get("max_sm_clock_mhz"):
         text += f", SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
     if cpu:
@@ -435,18 +432,19 @@ def chapters_table(chapters: Chapters) -> pd.DataFrame:
     commits.
     """
     rows = []
+    device = first_of(chapters).device_name
     for name, chapter in chapters.items():
         shown = chapter.all_records()
         every = chapter.every_record()
         heading = notebooks.title(name)
+        # A CPU's page has no chapters.
+        link = heading if chapter.device_kind == "cpu" else f"[{heading}](#{anchor(heading)})"
         changed = any(record.source.get("dirty") for record in shown)
         rows.append(
             {
-                # A CPU's page has no chapters.
-                "chapter": heading
-                if chapter.device_kind == "cpu"
-                else f"[{heading}](#{anchor(heading)})",
-                "device": chapter.device_name,
+                "chapter": link
+                if chapter.device_name == device
+                else f"{link} on {chapter.device_name}",
                 "records": status_counts(shown),
                 "sessions": len({record.session for record in every} - {""}),
                 "measured": dates_of(every) or "–",

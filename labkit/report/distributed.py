@@ -241,7 +241,7 @@ BOARD = {
     "of the roof": ("sustained_ceiling_fraction", percent),
     "peak (GiB)": ("peak_bytes", gib),
     "power (W)": ("watts", number),
-    "loss off by": ("loss_deviation", percent),
+    "loss, at most off by": ("loss_deviation", percent),
 }
 """Columns of the step of 8.1 B: metric and form."""
 

@@ -350,7 +350,7 @@ def agreement(
 
 def spread(errors: pd.DataFrame) -> Fact:
     """Returns how far predictions err, of the columns error and case: median, most (of 95 % of
-    them), worst (a text).
+    them, a text that says of how many), worst (a text).
     """
     if errors.empty:
         return Fact("", missing="enough steps to plan others by")
@@ -358,7 +358,7 @@ def spread(errors: pd.DataFrame) -> Fact:
     worst = errors.loc[size.idxmax()]
     numbers = {
         "median": Quantity(size.median(), "%"),
-        "most": Quantity(size.quantile(0.95), "%"),
+        "most": f"{percent(size.quantile(0.95))} for 95 % of {len(size)}",
         "worst": f"{percent(worst['error'])} ({worst['case']})",
     }
     return Fact("", numbers)
@@ -381,17 +381,15 @@ def beside(
     return joined.assign(ratio=joined[f"published_{value}"] / joined[column] * unit)
 
 
-def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **texts: str) -> str:
+def sentence(facts: Fact | Sequence[Fact], text: str = "", **texts: str) -> str:
     """Returns a fact as a sentence.
 
     Args:
         facts: one, or several for one sentence without a verdict: {0}, {1} are their values,
             {1[base]} a number of one.
         text: for facts without a verdict, and for a tally whose cases differ.
-        texts: by verdict, ahead=, level=, behind=; a verdict without a text prints its plain form
-            with the interval.
-        because: a reason, printed behind the text of the first of ahead= and behind= that is given,
-            and nowhere else.
+        texts: by verdict, ahead=, level=, behind=, with the reason for that verdict alone; a
+            verdict without a text prints its plain form with the interval.
 
     Raises:
         ValueError: a text with more than MOST_NUMBERS numbers, or for an undecided comparison,
@@ -417,9 +415,7 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
         chosen = ""  # cases that differ are a selection, which must say of how many
     if not chosen:
         return _plain(first)
-    said = chosen.format(*several, **first.numbers).rstrip(".")
-    explained = verdicts.AHEAD if verdicts.AHEAD in texts else verdicts.BEHIND
-    return f"{said}: {because}." if because and first.verdict == explained else f"{said}."
+    return chosen.format(*several, **first.numbers).rstrip(".") + "."
 
 
 def _plain(fact: Fact) -> str:

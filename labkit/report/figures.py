@@ -198,7 +198,7 @@ def over_length(
     # A tick at each measured length, at every other one where they are many.
     lengths = sorted(set(rows["length"]))
     ticks = lengths[:: len(lengths) // 7 + 1]
-    labels = [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks]
+    labels = [str(n) if n % 1024 else f"{n // 1024}k" for n in ticks]
     figure, axes = panels(rows.groupby(panel, sort=False), height=3.2)
     for axis, (title, lines) in axes:
         for impl, name in names.items():

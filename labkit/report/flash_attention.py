@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from labkit import published
 from labkit.configs import PASSES
 from labkit.report import facts, figures
-from labkit.report.frame import cell, ok_rows, select, usable
+from labkit.report.frame import Row, cell, ok_rows, select, usable
 
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 IMPLS = {
@@ -47,14 +47,16 @@ def contest(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(impl=impl.replace(IMPLS), direction=words.str[-1])
 
 
+def shape_name(row: Row) -> str:
+    """Returns the shape of attention: "4×16×4096×128 causal"."""
+    *sizes, causal = (row[name] for name in SHAPE)
+    return "×".join(map(str, sizes)) + " causal" * causal
+
+
 def rated(rivals: pd.DataFrame) -> pd.DataFrame:
     """Returns what was timed back to back, with its `shape` in words."""
     rows = usable(contest(rivals), "sustained_tflops")
-    names = [
-        "×".join(map(str, sizes)) + " causal" * causal
-        for *sizes, causal in rows.reindex(columns=SHAPE).itertuples(index=False)
-    ]
-    return rows.assign(shape=names)
+    return rows.assign(shape=[shape_name(row) for row in rows.to_dict("records")])
 
 
 def peaks(memory: pd.DataFrame, contests: pd.DataFrame) -> pd.DataFrame:

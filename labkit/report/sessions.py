@@ -90,14 +90,14 @@ def _of_measurement(
 
 
 def shares(differences: pd.DataFrame) -> pd.DataFrame:
-    """Returns of each kind of time, in the order of LIMITS, its name in words, how many comparisons
-    there are and the share that agrees.
+    """Returns of each kind of time that was measured `twice`, in the order of LIMITS, its name in
+    words, how many comparisons there are and the share that agrees.
     """
     agrees = differences["difference"] <= differences["kind"].map(LIMITS)
     counts = agrees.groupby(differences["kind"]).agg(num="size", share="mean")
     rows = counts.loc[[kind for kind in LIMITS if kind in counts.index]].reset_index()
     times = [kind if "calls" in kind else f"{kind} times" for kind in rows["kind"]]
-    return rows.assign(times=times, status="ok")
+    return rows.assign(times=times, twice=True, status="ok")
 
 
 def sentence(differences: pd.DataFrame) -> str:

@@ -116,7 +116,8 @@ def kernels_table(kernels: pd.DataFrame, own: Mapping[str, str]) -> pd.DataFrame
     """
     peers_by_name = PEERS | {name: [impl] for impl, name in own.items()}
     lines = []
-    for ours in ok_rows(kernels, phase=f"ours {BOTH}").to_dict("records"):
+    rows = ok_rows(kernels, phase=f"ours {BOTH}").sort_values("operation", kind="stable")
+    for ours in rows.to_dict("records"):
         shape = {key: ours[key] for key in ("operation", "rows", "columns")}
         line = {
             "kernel": f"{shape['operation']} {shape['rows']:,}×{shape['columns']:,}",

@@ -20,7 +20,7 @@ EXACT = [
         1e-2,
     ),
     (
-        "FlashAttention's outputs within their error budget",
+        "outputs of FlashAttention within their error budget",
         "06_flash_attention",
         "algorithm",
         "out_budget_fraction",
@@ -54,7 +54,7 @@ def page(chapters: Chapters) -> str:
     if len(steps):
         context = steps["context"].max()
         table = tables.to_markdown(pivot(select(steps, context=context), "size", "precision"))
-        text = f"Call time in ms at context {context}, batch as recorded."
+        text = f"Call time in ms at context {context} and batch {steps['batch'].max()}."
         sections["A training step"] = f"{table}\n\n{text}"
     parts = [
         f"# {card.title(card.first_of(chapters))}",

@@ -11,7 +11,7 @@ MAX_ROWS = 8
 MAX_COLUMNS = 7
 """A table of the report; the CSV file of its section holds all rows."""
 
-LEFT = {*ORDER, "case", "published on", "commit"}
+LEFT = {*ORDER, "case", "commit"}
 """Columns that are set to the left though their cells may look like numbers."""
 
 NOT_IN_CSV = [
