@@ -186,5 +186,5 @@ def test_what_grows_fits_spreads_or_agrees_and_what_cannot_be_said():
     assert grown["value"].value == pytest.approx(2)
     assert facts.share_of(lengths, "median_ms > 50", "slow steps").small
     errors = pd.DataFrame({"error": [-0.02], "case": ["small"]})
-    assert facts.spread(errors)["most"] == "2 % for 95 % of 1"
+    assert facts.spread(errors)["most"] == "2 % in 95 % of 1 steps"
     assert facts.spread(errors[:0]).missing

@@ -103,7 +103,7 @@ def page(chapters: Chapters, keyed: Mapping[str, tuple[str, str]]) -> str:
         *_part(
             "Which attention?",
             attention_table(rivals),
-            f"Shapes: batch×heads×length×columns. Device time in bf16, in a burst, of "
+            f"Shapes: batch×heads×length×d. Device time in bf16, in a burst, of "
             f"{_entrants(rivals)}. Chapter 06 has the fastest at the power limit.",
         ),
         *_fits_part(chapters),

@@ -358,7 +358,7 @@ def spread(errors: pd.DataFrame) -> Fact:
     worst = errors.loc[size.idxmax()]
     numbers = {
         "median": Quantity(size.median(), "%"),
-        "most": f"{percent(size.quantile(0.95))} for 95 % of {len(size)}",
+        "most": f"{percent(size.quantile(0.95))} in 95 % of {len(size)} steps",
         "worst": f"{percent(worst['error'])} ({worst['case']})",
     }
     return Fact("", numbers)

@@ -688,5 +688,5 @@ def _error_line(what: str, found: pd.DataFrame) -> list[str]:
     if found.empty:
         return []
     fact = spread(found.assign(case=found["case"] + ", " + found["device"]))
-    numbers = "median {median}, {most} steps, worst {worst}".format(**fact.numbers)
+    numbers = "median {median}, at most {most}, worst {worst}".format(**fact.numbers)
     return [f"Error of {what}: {numbers}."]
