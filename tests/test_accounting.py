@@ -18,12 +18,12 @@ from labkit.models.transformer import TransformerLM, language_model_loss
 # Dimensions without common factors, so that no two terms of a formula can stand in for one another.
 ODD = ModelConfig("odd", d_model=42, d_ff=110, num_layers=3, num_heads=7, vocab_size=97)
 small_cases = pytest.mark.parametrize(
-    ("config", "batch", "context"),
+    "config, batch, context",
     [(ODD, 3, 10), (dataclasses.replace(ODD, num_layers=1), 1, 1)],
 )
 
 
-@pytest.mark.parametrize("config", [*SIZES.values(), ODD], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*SIZES.values(), ODD])
 def test_parameter_counts_are_those_of_the_modules(config):
     model = TransformerLM(config, max_context=8, device="meta")
 
@@ -65,7 +65,7 @@ def test_phase_flops_are_the_matrix_products_that_run(config, batch, context, ph
 
 @small_cases
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("impl", "kind"), [("eager", "eager"), ("sdpa_flash", "fused")])
+@pytest.mark.parametrize("impl, kind", [("eager", "eager"), ("sdpa_flash", "fused")])
 def test_a_block_keeps_what_autograd_keeps(config, batch, context, precision, impl, kind):
     model = TransformerLM(config, max_context=context, attention=impl)
     x_BTC = torch.randn(batch, context, config.d_model, requires_grad=True)

@@ -112,7 +112,7 @@ def test_a_wrapper_and_a_sharded_optimizer_train_on_one_rank():
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "message"),
+    "file, text, message",
     [
         ("adapters.py", None, "no adapters in .*No such file"),
         ("adapters.py", "def f(:", "no adapters in .*invalid syntax"),

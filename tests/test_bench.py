@@ -37,16 +37,7 @@ def right(q, k, v, causal):
 
 SHAPES = {
     "attention": {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True},
-    "model": {
-        "batch": 2,
-        "context_length": 16,
-        "d_model": 32,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "warmup": 1,
-        "steps": 3,
-    },
+    "model": {**bench._sizes("model", "2x16x32x64x2x2", "cpu"), "warmup": 1, "steps": 3},
     "optimizer": {"rows": 128, "columns": 64},
 }
 SHAPES["adamw"] = SHAPES["cross_entropy"] = SHAPES["optimizer"]
@@ -231,7 +222,7 @@ def test_a_cheat_on_cuda_is_refused_by_name(monkeypatch, cheat):
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("function", "reason"),
+    "function, reason",
     [
         (lambda q, k, v, *, causal: right(q, k, v, False), "wrong: the error of out"),
         (lambda q, k: q, "it is called with q, k, v, causal"),
@@ -300,7 +291,7 @@ frame.to_pickle(f"{output}/frame")
 
 
 @pytest.mark.parametrize(
-    ("shape", "precision", "environment"),
+    "shape, precision, environment",
     [
         ("1x1x128x16", "fp32", {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}),
         pytest.param("1x16x2048x64", "bf16", {}, marks=pytest.mark.gpu),
@@ -340,7 +331,7 @@ def test_a_function_of_a_cell_is_kept_without_what_the_cell_calls(monkeypatch, t
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    "asked, message",
     [
         ({"op": "softmax"}, "unknown operation 'softmax'; accepted: rms_norm"),
         ({"against": "ours,fa9"}, "unknown implementation of swiglu 'fa9'; accepted: ours, eager"),
@@ -397,9 +388,7 @@ def test_wrappers_are_timed_beside_ours_and_held_to_the_ranks_average(tmp_path):
     )
     parameters = {
         "operation": "data_parallel",
-        "batch": 1,
-        "context": 8,
-        "world_size": 2,
+        **bench._sizes("data_parallel", "1x8x2", "cpu"),
         "size": "nano",
         "compile": "none",
         "precision": "fp32",
@@ -419,7 +408,7 @@ def test_wrappers_are_timed_beside_ours_and_held_to_the_ranks_average(tmp_path):
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("notebook", "own", "section", "phase"),
+    "notebook, own, section, phase",
     [
         ("05_attention", "own.py:compiled_mine", "attention", "backward"),
         ("06_flash_attention", "own.py:attention", "rivals", "{} forward_backward"),

@@ -112,9 +112,9 @@ OTHER_ARCHITECTURES = (
     "multi_query",
     "type_vocab_size",
     "kv_channels",
-    "word_embed_proj_dim",
     "dff",
     "_ff",
+    "ffn_dim",
     "per_layer",
     "recurrent",
     "_cycles",
@@ -123,8 +123,8 @@ OTHER_ARCHITECTURES = (
 )
 """Parts of keys of a config.json that say of layers that are not planned here: experts,
 convolutions, also of a state space, latent attention, one key head without `num_key_value_heads`,
-an encoder such as BERT, OPT's projections, feed-forward layers under other names, layers that
-differ or are run again, two models in one.
+an encoder such as BERT, feed-forward layers under other names (OPT, whose embedding may be
+narrower), layers that differ or are run again, two models in one.
 """
 
 GATED = ("silu", "swiglu", "bitnet", "gemma", "modernbert")
