@@ -30,10 +30,10 @@ PHASE_FORWARDS = {
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Returns the number of parameters, embedding and head included."""
+    """Returns the number of parameters, embeddings and head included."""
     num_tables = 1 if config.is_tied else 2
-    tables = num_tables * config.vocab_size * config.d_model
-    return tables + num_block_parameters(config) + config.d_model
+    num_rows = num_tables * config.vocab_size + config.num_rows
+    return num_rows * config.d_model + num_block_parameters(config) + config.d_model
 
 
 def num_block_parameters(config: ModelConfig) -> int:
@@ -87,11 +87,6 @@ def optimizer_step_bytes(config: ModelConfig) -> int:
     v.
     """
     return 7 * 4 * num_parameters(config)
-
-
-def residual_stream_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Returns bytes of what goes from block to block: B·T·d elements, fp32 under autocast too."""
-    return 4 * batch * context * config.d_model
 
 
 def block_gradient_bytes(config: ModelConfig) -> int:
@@ -579,13 +574,6 @@ def ring_seconds(operation: str, num_bytes: float, world_size: int, bandwidth: f
     return bus_factor(operation, world_size) * num_bytes / bandwidth
 
 
-def best_bucket_bytes(num_bytes: float, bandwidth: float, latency_s: float) -> float:
-    """Returns the bucket size √(s·w·o) at which an overlapped all-reduce shows least: the last
-    bucket's transfer at w, and a latency o for each.
-    """
-    return math.sqrt(num_bytes * bandwidth * latency_s)
-
-
 def ffn_cost(
     tokens: float,
     d_model: int,
@@ -633,13 +621,6 @@ def min_grid_tokens(
     if tensor_share >= 1:
         return math.inf
     return tokens if overlapped else tokens / (1 - tensor_share)
-
-
-def pipeline_bubble(num_stages: int, num_microbatches: int, interleave: int = 1) -> float:
-    """Returns the idle fraction of a pipeline (GPipe, 1F1B): (p − 1)/(v·m + p − 1), v model chunks
-    a stage.
-    """
-    return (num_stages - 1) / (interleave * num_microbatches + num_stages - 1)
 
 
 def zero_bytes(num_parameters: float, world_size: int, stage: int) -> dict[str, float]:

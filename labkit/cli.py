@@ -474,7 +474,6 @@ def plan(
     device: Annotated[
         str, Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
     ] = REFERENCE_DEVICE,
-    price: Annotated[float, Option(min=0, max=1e9, help="Of one GPU's hour, in any currency.")] = 0,
     d_model: DimensionOption = None,
     d_ff: DimensionOption = None,
     layers: DimensionOption = None,
@@ -506,7 +505,7 @@ def plan(
     )
     measured = report.measured_gpus(output)
     roofs = report.roofs_of(device, measured)
-    for line in report.lines(setting, roofs, measured, price):
+    for line in report.lines(setting, roofs, measured):
         print(line)
 
 
@@ -633,7 +632,9 @@ def course(
             print("{state:8}{seconds:6.1f} s  {test}  {reason}".format(**outcome), flush=True)
         return known
 
-    folder = str(_writable(output))  # before minutes of tests
+    # Before minutes of tests.
+    folder = str(_writable(output))
+    filled, empty = assignment.adapters_of(checkout)
     known = states(assignment.run_tests(checkout, timeout))
     failed = [
         test for test, state in known.items() if state not in ("passed", "skipped", "missing")
@@ -644,7 +645,6 @@ def course(
         print("may fail with any on this machine:", flush=True)
         states(assignment.run_ours(checkout, timeout, again))
     print("Tests: " + ", ".join(f"{n} {state}" for state, n in Counter(known.values()).items()))
-    filled, empty = assignment.adapters_of(checkout)
     print(f"Empty adapters: {', '.join(empty) or 'none'}")
     print(f"In contests, if adapters.py names them: {', '.join(filled) or 'none'}", flush=True)
     for frame in assignment.contests(checkout, filled if contests else [], folder, timeout):

@@ -48,7 +48,7 @@ class RequestError(ValueError):
 
 def check_known(what: str, value: Any, accepted: Iterable[str]) -> None:
     """Raises RequestError, which names the accepted ones, for a value that is none of them."""
-    if value not in accepted:
+    if value not in tuple(accepted):  # a list has no place in a dict
         raise RequestError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
 
 
@@ -57,10 +57,10 @@ class ModelConfig:
     """Dimensions of a decoder-only language model; without a vocabulary, of an encoder that masks
     nothing.
 
-    The last four are of published models, which are planned but not built here: a head's width
+    The last five are of published models, which are planned but not built here: a head's width
     where it is not d_model / num_heads, the number of key heads where queries share them, whether
     the feed-forward layer has three matrices and not two, whether the head multiplies by the
-    embedding's table.
+    embedding's table, and rows of width d_model in other tables, such as that of positions.
     """
 
     name: str
@@ -74,6 +74,7 @@ class ModelConfig:
     num_key_heads: int = 0
     is_gated: bool = True
     is_tied: bool = False
+    num_rows: int = 0
 
     @property
     def d_head(self) -> int:

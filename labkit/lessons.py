@@ -114,7 +114,14 @@ def controls(function: Callable[..., Any], **choices: list) -> Any:
     Args:
         choices: the values of each argument, the first one first. Without ipywidgets the function
             is called with the first ones.
+
+    Raises RequestError for no choices, and for what is no list of values.
     """
+    if not choices or not all(values and type(values) is list for values in choices.values()):
+        raise RequestError(
+            f"choices {choices}; accepted: for each argument of the function a list of at least "
+            "one value, such as length=[128, 256]"
+        )
     try:
         import ipywidgets
     except ImportError:
@@ -135,7 +142,8 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
         The case's parameters, metrics and `observed` as columns, as `Chapter.records` names them.
 
     Raises:
-        RequestError: an unknown section, phase or parameter; names the accepted ones.
+        RequestError: an unknown section, phase or parameter, or a value that it cannot have; names
+            the accepted ones.
         Skip: this machine cannot run it.
     """
     check_known("notebook", notebook, notebooks.names())
@@ -148,8 +156,12 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     check_known("phase", phase, case.phases)
     for name, value in changes.items():
         check_known("parameter", name, case.parameters)
-        if type(case.parameters[name]) is int and (type(value) is not int or value < 1):
-            raise RequestError(f"{name} must be a whole number above 0, got {value!r}")
+        usual = case.parameters[name]
+        if type(value) is not type(usual) or (type(usual) is int and not 0 < value <= 10**6):
+            raise RequestError(
+                f"{name} {value!r}; accepted: what is of the type of {usual!r}, of whole numbers "
+                "1 to 1,000,000"
+            )
     case = replace(case, parameters=case.parameters | changes, phases=(phase,))
     for name, run in experiment.run_case(case):
         measured = run()

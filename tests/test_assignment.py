@@ -112,21 +112,21 @@ def test_a_wrapper_and_a_sharded_optimizer_train_on_one_rank():
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "message"),
+    "file, text, message",
     [
         ("adapters.py", None, "no adapters in .*No such file"),
         ("adapters.py", "def f(:", "no adapters in .*invalid syntax"),
         ("test_all.py", None, "accepted: a checkout of stanford-cs336"),
     ],
 )
-def test_what_is_not_there_is_one_line(checkout, file, text, message):
+def test_what_is_not_there_is_one_line_before_any_test(checkout, capsys, file, text, message):
     path = checkout / "tests" / file
     path.unlink()
     if text:
         path.write_text(text)
     with pytest.raises(RequestError, match=message):
-        assignment.adapters_of(checkout)
-        list(assignment.run_tests(checkout, 60))
+        cli.course(checkout)
+    assert not capsys.readouterr().out
 
 
 def test_a_failure_is_tried_with_labkits_adapters(checkout):

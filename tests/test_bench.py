@@ -37,16 +37,7 @@ def right(q, k, v, causal):
 
 SHAPES = {
     "attention": {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True},
-    "model": {
-        "batch": 2,
-        "context_length": 16,
-        "d_model": 32,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "warmup": 1,
-        "steps": 3,
-    },
+    "model": {**bench._sizes("model", "2x16x32x64x2x2", "cpu"), "warmup": 1, "steps": 3},
     "optimizer": {"rows": 128, "columns": 64},
 }
 SHAPES["adamw"] = SHAPES["cross_entropy"] = SHAPES["optimizer"]
@@ -168,22 +159,31 @@ def decays_nothing(*tensors, weight_decay, **options):
 
 
 CHEATS = {
-    caches_the_result: ("attention", "forward", "a cache"),
-    returns_one_buffer: ("attention", "forward", "in the memory of an earlier call"),
-    writes_into_an_input: ("attention", "forward", "in the memory of its inputs"),
-    changes_an_input: ("attention", "forward", "changes its inputs"),
-    works_until_it_is_timed: ("attention", "forward", "wrong, or not written, while it is timed"),
-    works_in_a_thread: ("attention", "forward", "goes on after it has returned"),
-    ignores_the_gradient_of_its_loss: ("cross_entropy", "forward_backward", "error of dlogits"),
-    KeepsItsLogits: ("model", "forward", "a cache"),
-    LeavesBlocksOut: ("model", "train_step", "has .* parameters, not"),
-    StepsUntilItIsTimed: ("optimizer", "step", "wrong, or not written, while it is timed"),
-    decays_nothing: ("adamw", "step", "wrong: the error of out"),
-    slows_the_clock: ("attention", "forward", "below the roofline's floor"),
-    works_on_another_stream: ("attention", "forward", "goes on after it has returned"),
-    skips_what_is_captured: ("attention", "forward", "wrong, or not written, while it is timed"),
+    caches_the_result: "a cache",
+    returns_one_buffer: "in the memory of an earlier call",
+    writes_into_an_input: "in the memory of its inputs",
+    changes_an_input: "changes its inputs",
+    works_until_it_is_timed: "wrong, or not written, while it is timed",
+    works_in_a_thread: "goes on after it has returned",
+    ignores_the_gradient_of_its_loss: "error of dlogits",
+    KeepsItsLogits: "a cache",
+    LeavesBlocksOut: "has .* parameters, not",
+    StepsUntilItIsTimed: "wrong, or not written, while it is timed",
+    decays_nothing: "wrong: the error of out",
+    slows_the_clock: "below the roofline's floor",
+    works_on_another_stream: "goes on after it has returned",
+    skips_what_is_captured: "wrong, or not written, while it is timed",
 }
-"""Cheats, or mistakes: the operation, a pass, and why it is refused; the last two need CUDA."""
+"""Cheats, or mistakes, and why they are refused; the last two need CUDA."""
+
+OTHERS = {
+    ignores_the_gradient_of_its_loss: ("cross_entropy", "forward_backward"),
+    KeepsItsLogits: ("model", "forward"),
+    LeavesBlocksOut: ("model", "train_step"),
+    StepsUntilItIsTimed: ("optimizer", "step"),
+    decays_nothing: ("adamw", "step"),
+}
+"""The operation and the pass of those that are not attention forward."""
 
 ON_CPU = [*CHEATS][:-2]
 # By events of the device, the host's clock does not matter.
@@ -200,9 +200,8 @@ on_cpu = pytest.mark.usefixtures("this_device_is_a_cpu")
 
 def check_refused(monkeypatch, cheat, **sizes) -> None:
     KEPT.clear()
-    operation, name, reason = CHEATS[cheat]
-    error, other = outcome(monkeypatch, cheat, operation, name, **sizes)
-    assert isinstance(error, bench.Refused) and re.search(reason, str(error))
+    error, other = outcome(monkeypatch, cheat, *OTHERS.get(cheat, ()), **sizes)
+    assert isinstance(error, bench.Refused) and re.search(CHEATS[cheat], str(error))
     if cheat is slows_the_clock:
         assert isinstance(other, bench.Refused)  # it read the same clock
     else:
@@ -223,7 +222,7 @@ def test_a_cheat_on_cuda_is_refused_by_name(monkeypatch, cheat):
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("function", "reason"),
+    "function, reason",
     [
         (lambda q, k, v, *, causal: right(q, k, v, False), "wrong: the error of out"),
         (lambda q, k: q, "it is called with q, k, v, causal"),
@@ -292,7 +291,7 @@ frame.to_pickle(f"{output}/frame")
 
 
 @pytest.mark.parametrize(
-    ("shape", "precision", "environment"),
+    "shape, precision, environment",
     [
         ("1x1x128x16", "fp32", {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}),
         pytest.param("1x16x2048x64", "bf16", {}, marks=pytest.mark.gpu),
@@ -332,7 +331,7 @@ def test_a_function_of_a_cell_is_kept_without_what_the_cell_calls(monkeypatch, t
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    "asked, message",
     [
         ({"op": "softmax"}, "unknown operation 'softmax'; accepted: rms_norm"),
         ({"against": "ours,fa9"}, "unknown implementation of swiglu 'fa9'; accepted: ours, eager"),
@@ -389,9 +388,7 @@ def test_wrappers_are_timed_beside_ours_and_held_to_the_ranks_average(tmp_path):
     )
     parameters = {
         "operation": "data_parallel",
-        "batch": 1,
-        "context": 8,
-        "world_size": 2,
+        **bench._sizes("data_parallel", "1x8x2", "cpu"),
         "size": "nano",
         "compile": "none",
         "precision": "fp32",
@@ -411,7 +408,7 @@ def test_wrappers_are_timed_beside_ours_and_held_to_the_ranks_average(tmp_path):
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("notebook", "own", "section", "phase"),
+    "notebook, own, section, phase",
     [
         ("05_attention", "own.py:compiled_mine", "attention", "backward"),
         ("06_flash_attention", "own.py:attention", "rivals", "{} forward_backward"),

@@ -1,4 +1,4 @@
-"""A lesson's menus: without ipywidgets, and moved."""
+"""A lesson's menus, without ipywidgets and moved, and what lessons refuse in one line."""
 
 import sys
 
@@ -6,6 +6,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from labkit import notebooks
+from labkit.configs import RequestError
+from labkit.lessons import controls, measure_here
 
 CELLS = ("peaks-answer", "peaks-answer-contexts", "peaks-controls-live")
 """Of notebook 04, what its menus of batch and context need."""
@@ -32,3 +34,14 @@ def test_a_menu_that_is_moved_shows_another_result(capsys):
     assert BEFORE in capsys.readouterr().out
     menus.children[1].index = 1
     assert AFTER in capsys.readouterr().out
+
+
+def test_what_a_lesson_cannot_have_is_refused_by_name():
+    for choices in ({}, {"a": []}, {"a": 3}):
+        with pytest.raises(RequestError, match=r"^choices .*; accepted: .* at least one value"):
+            controls(dict, **choices)
+    for value in (None, 10**30):
+        with pytest.raises(RequestError, match=f"batch {value}; accepted: .* to 1,000,000"):
+            measure_here("01_benchmarking", "steps", "forward", batch=value)
+    with pytest.raises(RequestError, match="kind 'x'; accepted: gemm, copy"):
+        measure_here("01_benchmarking", "ceilings", "rate", kind="x")

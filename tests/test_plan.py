@@ -79,6 +79,8 @@ def test_the_largest_that_fits_fits_and_the_next_does_not():
     assert plan.cheapest_recomputation(LARGE, 80e9) == "none"
     assert plan.cheapest_recomputation(replace(LARGE, context=8192), 80e9) not in ("none", None)
     assert plan.cheapest_recomputation(LARGE, 1e9) is None
+    # Neither recomputation alone nor 64 GPUs alone.
+    assert "--recompute 2 --gpus 64" in plan._memory_lines(replace(LARGE, context=8192), 20e9)[-1]
     with pytest.raises(RequestError, match="unknown plan 'sometimes'"):
         takes(recompute="sometimes")
 
@@ -100,17 +102,16 @@ TIED = DECODER | {"tie_word_embeddings": True}
 LLAMA_8B = published(
     "llama", 4096, 14336, 32, 32, vocab_size=128256, tie_word_embeddings=False, **DECODER
 )
-GPT2_XL = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_inner": None}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None}
 BTLM = {"model_type": "btlm", "n_embd": 2560, "n_layer": 32, "n_head": 32, "n_inner": 6826}
 CONFIGS = [
     (published("llama", 2048, 8192, 16, 32, head_dim=64, vocab_size=128256, **TIED), 1_235_814_400),
     (BTLM | {"vocab_size": 50257, "activation_function": "swiglu"}, 2.646e9),
     (LLAMA_8B, 8_030_261_248),
     (published("qwen3", 1024, 3072, 28, 16, head_dim=128, vocab_size=151936, **TIED), 596_049_920),
-    (GPT2_XL | {"vocab_size": 50257, "activation_function": "gelu_new"}, 1_557_611_200),
+    (GPT2 | {"vocab_size": 50257, "n_positions": 1024}, 124_439_808),
     (published("modernbert-decoder", 768, 1152, 22, 12, vocab_size=50368), 149.7e6),
-    # SigLIP's so400m, without its pooling.
-    (published("siglip_vision_model", 1152, 4304, 27, 16, image_size=384), 413_000_000),
+    (published("siglip_vision_model", 1152, 4304, 27, 16, image_size=384, patch_size=14), 428.2e6),
 ]
 
 
@@ -120,11 +121,13 @@ def read(config, tmp_path):
     return plan.read_config(path)
 
 
-@pytest.mark.parametrize(("config", "parameters"), CONFIGS)
+@pytest.mark.parametrize("config, parameters", CONFIGS)
 def test_a_published_model_has_its_parameters(config, parameters, tmp_path):
     model = read(config, tmp_path)
     assert accounting.num_parameters(model) == pytest.approx(parameters, rel=5e-3)
     assert takes(Setting(model)) > 16 * accounting.num_parameters(model)
+    assert "window of 4,096 tokens" in read(config | {"sliding_window": 4096}, tmp_path).name
+    assert read(config | {"sliding_window": 4, "use_sliding_window": False}, tmp_path) == model
 
 
 def test_throughput_is_what_others_report(measured, gpus, tmp_path):
@@ -148,17 +151,19 @@ def test_throughput_is_what_others_report(measured, gpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config, message",
     [
         ("{", "cannot be read as a config.json"),
         ("[[1, 2]]", "cannot be read as a config.json"),
         *(
             ({"hidden_size": 64, name: 4}, f"has {name}; accepted: dense")
-            for name in ("mamba_d_conv", "num_local_experts", "conv_L_cache", "vision_config")
+            for name in ("mamba_d_conv", "num_local_experts", "ffn_dim", "vision_config")
         ),
         ({"text_config": {}, "vision_config": {}}, "has no hidden_size or n_embd"),
         ({"n_embd": 64, "n_head": 4, "n_layer": 2}, "has no vocab_size; accepted"),
         ({"model_type": "llama", "hidden_size": "64"}, "'llama' has no hidden_size"),
+        ({"model_type": "deberta", "hidden_size": 64}, "has no head of a causal language model"),
+        ({"architectures": ["EsmForMaskedLM"], "hidden_size": 64}, "has no head of a causal"),
     ],
 )
 def test_a_config_that_is_none_is_one_line(config, message, tmp_path):
@@ -182,7 +187,7 @@ def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapter, gpus)
         plan.roofs_of("abacus", gpus)
     assert plan.roofs_of("H100", gpus).source.startswith("measured on nvidia-h100")
     setting = replace(LARGE, context=16, num_gpus=8, gpu_way="fsdp")
-    text = "\n".join(plan.lines(setting, other, gpus, 2.0))
+    text = "\n".join(plan.lines(setting, other, gpus))
     # What the step sends takes longer than its kernels.
     rate, sent_ms = re.findall(r"(\S+)(?: tokens/s a GPU at best| ms a step)", text)
     assert float(rate) == pytest.approx(64e3 / float(sent_ms), rel=0.01)

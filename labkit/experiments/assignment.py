@@ -179,7 +179,10 @@ def adapters_of(checkout: Path) -> tuple[list[str], list[str]]:
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
-        raise RequestError(f"no adapters in {path}: {error}") from None
+        raise RequestError(
+            f"no adapters in {path}: {error}; accepted: a checkout of "
+            "stanford-cs336/assignment2-systems"
+        ) from None
     empty = [
         node.name
         for node in tree.body

@@ -57,11 +57,7 @@ from labkit import numerics
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, check_known
 from labkit.device import Device, detect
 from labkit.experiments import attention, distributed
-from labkit.experiments.contest import (
-    IN_TURN,
-    Implementation,
-    contest_section,
-)
+from labkit.experiments.contest import IN_TURN, Implementation, contest_section
 from labkit.experiments.operations import (
     DEFINITIONS,
     HEAD,

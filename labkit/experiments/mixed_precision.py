@@ -25,6 +25,7 @@ from labkit.configs import (
     MIXED_PRECISION,
     MIXED_PRECISIONS,
     NORM_SETTINGS,
+    check_known,
     model_config,
 )
 from labkit.device import Device
@@ -42,6 +43,7 @@ from labkit.numerics import (
     running_sums,
     spacing,
     stall_value,
+    tensor_dtype,
 )
 
 MEASUREMENT_VERSION = 2
@@ -140,10 +142,10 @@ def measure_sum(device: Device, case: Case, phase: str) -> Measured:
     comes to a halt.
     """
     parameters = case.parameters
-    accumulator = DTYPES[parameters["accumulator"]]
+    accumulator = tensor_dtype(parameters["accumulator"])
     num_terms = parameters["num_terms"]
     is_sequential = parameters["method"] == "sequential"
-    term = torch.tensor(TERM, dtype=DTYPES[parameters["term"]], device=device.kind)
+    term = torch.tensor(TERM, dtype=tensor_dtype(parameters["term"]), device=device.kind)
     added = term.to(accumulator) if parameters["cast"] == "explicit" else term
     length = max(LONG_SUM, num_terms) if is_sequential else num_terms
     rounded = running_sums(added, length, accumulator, parameters["method"])
@@ -197,8 +199,9 @@ def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
     norm = parameters["norm"]
     statistics = parameters["statistics"]
     shape = (parameters["rows"], parameters["features"])
+    check_known("setting", parameters["setting"], NORM_SETTINGS)
     offset, epsilon = NORM_SETTINGS[parameters["setting"]]
-    dtype = DTYPES[parameters["input"]]
+    dtype = tensor_dtype(parameters["input"])
     # The same on every device.
     drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     x = ((drawn + offset) * parameters["scale"]).to(dtype)
@@ -211,7 +214,9 @@ def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
         function = F.layer_norm if norm == "layer_norm" else F.rms_norm
         result = function(x, shape[-1:], eps=epsilon).cpu()
     else:
-        result, mean_square = (y.cpu() for y in normalise(x, norm, epsilon, DTYPES[statistics]))
+        result, mean_square = (
+            y.cpu() for y in normalise(x, norm, epsilon, tensor_dtype(statistics))
+        )
         statistics = dtype_name(mean_square.dtype)
         vanished = (mean_square == 0) & (exact_square > 0)
         metrics |= {
@@ -264,7 +269,7 @@ def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
         if name and not isinstance(module, nn.ModuleList):
             part = re.sub(r"\.\d+\.", ".*.", f"{name}.").removesuffix(".")
             module.register_forward_hook(lambda *call, part=part: note(f"{part}_output", call[-1]))
-    with torch.autocast(device.kind, DTYPES[parameters["autocast"]]):
+    with torch.autocast(device.kind, tensor_dtype(parameters["autocast"])):
         live = dtype_name(torch.get_autocast_dtype(device.kind))
         logits = model(inputs)
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())

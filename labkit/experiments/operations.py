@@ -222,6 +222,7 @@ def row_operation(device: Device, parameters: dict) -> Operation:
     """Returns an operation of DEFINITIONS on tensors of one shape; ratios are to ours."""
     name, precision = parameters["operation"], parameters["precision"]
     rows, columns = parameters["rows"], parameters["columns"]
+    check_known("operation", name, DEFINITIONS)
     definition, shapes = DEFINITIONS[name], shapes_of(rows, columns)
     arguments = inspect.signature(definition.formula).parameters
     names = [argument for argument in arguments if argument in shapes]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from labkit import numerics
-from labkit.configs import Grid
+from labkit.configs import Grid, check_known
 from labkit.device import Device, detect
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure import host
@@ -264,6 +264,7 @@ def _measure_ceiling(device: Device, case: Case, phase: str) -> Measured:
     """
     described = dict(case.parameters)
     precision = described["precision"]
+    check_known("kind", described["kind"], ("gemm", "copy"))
     if described["kind"] == "copy":
         source = torch.randn(COPY_BYTES[device.kind] // 4, device=device.kind)
         call = functools.partial(torch.empty_like(source).copy_, source)

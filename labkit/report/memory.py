@@ -31,7 +31,7 @@ PLANNED = {"memory": "GiB", "time": "ms"}
 
 def planned(chapter: Chapter) -> pd.DataFrame:
     """Returns how far the plans of a GPU's recorded steps are off; a step's time is planned from
-    steps of other sizes. Columns: of `plan.ERROR`, and what, a key of PLANNED.
+    steps of other sizes. Of the columns `what` is a key of PLANNED.
     """
     device = [chapter.of("01_benchmarking")]
     samples = plan.samples(device)

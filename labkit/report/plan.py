@@ -9,10 +9,11 @@ records. How far it errs on records that it was not fitted to stands beside ever
 import bisect
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -43,9 +44,6 @@ pass takes beyond its tensors.
 
 MORE_WORKSPACE_BYTES = 33 * MIB
 """Of bf16, and of a backward pass, which runs in a thread of its own."""
-
-PLANS = ("none", "16", "8", "4", "2", "1")
-"""Recomputation that is tried where a step does not fit, the cheapest first."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +107,37 @@ SHARING = {
 
 OTHER_ARCHITECTURES = (
     "_experts",
-    "mamba",
+    "conv",
     "kv_lora_rank",
     "multi_query",
-    "attention_hidden_size",
     "type_vocab_size",
-    "conv_",
-    "conv1d",
+    "kv_channels",
+    "dff",
+    "_ff",
+    "ffn_dim",
+    "per_layer",
+    "recurrent",
+    "_cycles",
     "text_config",
     "vision_config",
 )
-"""Parts of keys of a config.json that say of layers that are not planned here: experts, state
-spaces, latent attention, one key head without `num_key_value_heads`, RWKV, an encoder such as BERT,
-convolutions, two models in one.
+"""Parts of keys of a config.json that say of layers that are not planned here: experts,
+convolutions, also of a state space, latent attention, one key head without `num_key_value_heads`,
+an encoder such as BERT, feed-forward layers under other names (OPT, whose embedding may be
+narrower), layers that differ or are run again, two models in one.
 """
 
-GATED = ("bitnet", "gemma", "modernbert")
-"""Parts of the names of architectures that gate by another function than SiLU."""
+GATED = ("silu", "swiglu", "bitnet", "gemma", "modernbert")
+"""Names of functions that gate, and parts of those of architectures that gate by another one."""
+
+VISION = {
+    "clip_vision_model": 0,
+    "dinov2": 0,
+    "siglip_vision_model": 12,
+    "siglip2_vision_model": 12,
+    "vit": 1,
+}
+"""By vision encoder the parameters behind its blocks, about so many times the width squared."""
 
 MOST_LAYERS = 10_000
 """The closed form walks through them."""
@@ -135,8 +147,8 @@ def read_config(path: Path) -> ModelConfig:
     """Returns the model of a transformers config.json; the norms and products are this
     laboratory's.
 
-    A vision encoder has no vocabulary; its patch embedding and pooling are not counted. Raises
-    RequestError for a file or an architecture that cannot be read so.
+    A vision encoder has no vocabulary. Raises RequestError for a file or an architecture that
+    cannot be read so.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -148,38 +160,48 @@ def read_config(path: Path) -> ModelConfig:
 
     def refuse(what: str) -> None:
         raise RequestError(
-            f"{path}: architecture {kind!r} has {what}; accepted: dense decoders, whose heads may "
-            "share keys, and vision encoders, as of llama, qwen3, gpt2, siglip_vision_model; of "
+            f"{path}: architecture {kind!r} has {what}; accepted: dense decoders (…ForCausalLM), "
+            f"whose heads may share keys, as of llama, qwen3, gpt2, and {', '.join(VISION)}; of "
             "two models in one, such as a text_config, the one in a file of its own"
         )
 
-    def first(*names: str, default: Any = None) -> Any:
+    def first(*names: str, default: int | None = None) -> int:
         value = next((content[name] for name in names if content.get(name) is not None), default)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or (value != default and value < 1):
             refuse(f"no {' or '.join(names)}")
         return value
 
+    width = first("hidden_size", "n_embd")
     for name, value in content.items():
         if value and any(part in name for part in OTHER_ARCHITECTURES):
             refuse(name)
-    width = first("hidden_size", "n_embd")
-    num_heads = first("num_attention_heads", "n_head")
-    num_key_heads = first("num_key_value_heads", default=num_heads)
+    num_rows = first("n_positions") if kind == "gpt2" else 0  # others rotate
+    if kind in VISION:
+        patch = first("patch_size")
+        side = first("image_size", default=0) // patch
+        # Positions, the values of a patch, and what follows the blocks.
+        num_rows = first("num_patches", default=side**2) + 3 * patch**2 + VISION[kind] * width
+    elif re.search("bert(?!-decoder)|text_model", kind) or not re.search(
+        "CausalLM|LMHead", str(content.get("architectures") or "CausalLM")
+    ):
+        refuse("no head of a causal language model")
+    name = kind
+    if content.get("sliding_window") and content.get("use_sliding_window", True):
+        name += f", planned as if its window of {first('sliding_window'):,} tokens were the context"
+    names = f"{kind} {content.get('hidden_act')} {content.get('activation_function')}"
     return ModelConfig(
-        name=kind,
+        name=name,
         d_model=width,
         d_ff=first("intermediate_size", "n_inner", default=4 * width),
         num_layers=first("num_hidden_layers", "n_layer"),
-        num_heads=num_heads,
-        vocab_size=0 if "vision" in kind or "image_size" in content else first("vocab_size"),
-        head_dim=first("head_dim") if content.get("head_dim") else 0,
-        # 0: as many as there are heads, also where these are changed.
-        num_key_heads=0 if num_key_heads == num_heads else num_key_heads,
-        is_gated=content.get("hidden_act") in ("silu", "swiglu")
-        or content.get("activation_function") == "swiglu"
-        or any(name in kind for name in GATED),
+        num_heads=first("num_attention_heads", "n_head"),
+        vocab_size=0 if kind in VISION else first("vocab_size"),
+        head_dim=first("head_dim", default=0),
+        num_key_heads=first("num_key_value_heads", default=0),
+        is_gated=any(part in names for part in GATED),
         # transformers writes it only where it is not its default.
         is_tied=content.get("tie_word_embeddings", True),
+        num_rows=num_rows,
     )
 
 
@@ -210,7 +232,7 @@ def memory(setting: Setting) -> dict[str, float]:
     config = setting.config
     if config.num_layers > MOST_LAYERS:
         raise RequestError(f"{config.num_layers} layers; accepted: up to {MOST_LAYERS:,}")
-    moments = accounting.peak_moments(
+    peak = accounting.peak_bytes(
         config,
         setting.batch,
         setting.context,
@@ -226,8 +248,7 @@ def memory(setting: Setting) -> dict[str, float]:
     sharing = SHARING[setting.gpu_way]
     num_parameters = accounting.num_parameters(config)
     held = accounting.zero_bytes(num_parameters, setting.num_gpus, sharing.stage)
-    weights = 4 * num_parameters
-    rest = max(moments.values()) - weights - accounting.optimizer_state_bytes(config)
+    rest = peak - 12 * num_parameters  # weights and AdamW's moments
     d, f = config.d_model, config.d_ff
     table = 4 * config.vocab_size * d
     matrices = [(4 * d * d, 4 * config.num_layers), (4 * d * f, 3 * config.num_layers), (table, 2)]
@@ -240,7 +261,7 @@ def memory(setting: Setting) -> dict[str, float]:
         "weights": held["weights"],
         "AdamW's moments": held["moments"],
         "gradients and activations": rest,
-        "buckets": num_buckets * weights,
+        "buckets": num_buckets * 4 * num_parameters,
         "libraries and allocator": lost + WORKSPACE_BYTES + MORE_WORKSPACE_BYTES,
     }
     return parts | {"in all": sum(parts.values())}
@@ -268,10 +289,12 @@ def largest(setting: Setting, limit: float, name: str, step: int) -> int:
 
 
 def cheapest_recomputation(setting: Setting, limit: float) -> str | None:
-    """Returns the first of PLANS with which a step fits, None where none does."""
-    for plan in PLANS:
-        is_possible = plan == "none" or int(plan) <= setting.config.num_layers
-        if is_possible and memory(replace(setting, recompute=plan))["in all"] <= limit:
+    """Returns the recomputation of least time with which a step fits, None where it fits with none
+    of those that are tried.
+    """
+    sizes = [size for size in (16, 8, 4, 2, 1) if size <= setting.config.num_layers]
+    for plan in ("none", *map(str, sizes)):
+        if memory(replace(setting, recompute=plan))["in all"] <= limit:
             return plan
     return None
 
@@ -353,18 +376,9 @@ def measured_roofs(chapter: Chapter) -> Roofs | None:
     return Roofs(rates, gpu["memory_bytes"], source, gpu.get("power_limit_w"), drawn)
 
 
-STEP = ("setting", "roofs", "size", "context", "way", "case", "device", "measured")
-"""Of a recorded step: its Setting, the Roofs of its device, what tells it apart and what was
-measured, a time in milliseconds or bytes.
-"""
-
-ERROR = ("error", "measured", "way", "case", "device")
-"""Of what `memory_errors` and `errors` return: the relative error, GiB or ms, and the step."""
-
-
 def _steps(chapter: Chapter, sections: Iterable[str], phase: str, value: str) -> list[dict]:
-    """Returns the recorded steps of a chapter that a plan knows, with the columns STEP but for
-    roofs.
+    """Returns the recorded steps of a chapter that a plan knows: with its columns the Setting, the
+    way, what tells a step apart, and what was measured, a time in milliseconds or bytes.
     """
     steps = []
     rows = usable(select(chapter.records(*sections), phase=phase, precision=PRECISIONS), value)
@@ -374,14 +388,14 @@ def _steps(chapter: Chapter, sections: Iterable[str], phase: str, value: str) ->
         way = _way(row)
         if not way:
             continue
-        step = {
+        row |= {
             "setting": _setting(row, way),
             "way": way,
             "case": f"{row['size']}, {row['context']:,}, {row['precision']}",
             "device": chapter.device,
             "measured": row[value],
         }
-        steps.append(row | step)
+        steps.append(row)
     return steps
 
 
@@ -411,7 +425,8 @@ def _way(row: Row) -> str:
 
 def samples(devices: Iterable[Chapter]) -> pd.DataFrame:
     """Returns the training steps whose device time is recorded, as sums of kernels in chapter 02 or
-    as graphs in chapter 01, by which a device is given. Columns STEP, and the parts of `terms`.
+    as graphs in chapter 01, by which a device is given. Columns as of `_steps`, the device's
+    roofs, and the parts of `terms`.
     """
     rows = []
     for chapter in devices:
@@ -426,12 +441,12 @@ def samples(devices: Iterable[Chapter]) -> pd.DataFrame:
             for step in (*graphs, *sums)
             if step["setting"].precision in roofs.rates
         ]
-    return pd.DataFrame(rows, columns=[*STEP, *BOUND])
+    return pd.DataFrame(rows)
 
 
 def memory_errors(devices: Iterable[Chapter]) -> pd.DataFrame:
-    """Returns the relative error of `memory` of each recorded step of devices, by their chapter 01.
-    Columns ERROR.
+    """Returns the recorded steps of devices, by their chapter 01, with the relative error of
+    `memory` and what was measured in GiB.
     """
     # A step that is also captured runs on a second stream, which has a workspace of its own.
     sections = (
@@ -446,7 +461,7 @@ def memory_errors(devices: Iterable[Chapter]) -> pd.DataFrame:
                 expected = memory(step["setting"])["in all"] + workspace
                 error = expected / step["measured"] - 1
                 rows.append(step | {"error": error, "measured": step["measured"] / 2**30})
-    return pd.DataFrame(rows, columns=ERROR)
+    return pd.DataFrame(rows)
 
 
 def fitted(measured: pd.DataFrame, way: str) -> dict[str, float]:
@@ -474,7 +489,7 @@ def fitted(measured: pd.DataFrame, way: str) -> dict[str, float]:
 
 def _least_squares(rows: pd.DataFrame, target: pd.Series) -> dict[str, float]:
     """Returns a coefficient for each column, 0 in place of one below."""
-    names = [name for name in rows if rows[name].any()]
+    names = list(rows)
     while True:
         matrix = rows[names].to_numpy()
         values = np.linalg.lstsq(matrix, target, rcond=None)[0]
@@ -492,13 +507,13 @@ def predicted(coefficients: Mapping[str, float], setting: Setting, roofs: Roofs)
 LEAST_SAMPLES = 20
 """Steps below which coefficients, and the parts of a time, mean nothing."""
 
-HELD_OUT = ("size", "context", "device")
-
 
 def errors(measured: pd.DataFrame, held_out: str, way: str = "eager") -> pd.DataFrame:
-    """Returns the relative error of each step of a way when all of its size, context or device are
-    left out of the fit. A device that is left out has its datasheet's roofs. Columns ERROR.
+    """Returns the steps of a way, each with its relative error when all of its size, context or
+    device are left out of the fit. A device that is left out has its datasheet's roofs.
     """
+    if measured.empty:
+        return measured
     rows = []
     for value, left_out in measured.groupby(held_out, sort=False):
         rest = measured[measured[held_out] != value]
@@ -512,7 +527,7 @@ def errors(measured: pd.DataFrame, held_out: str, way: str = "eager") -> pd.Data
             roofs = _of_datasheet(sheet, known) if sheet else step["roofs"]
             time = predicted(coefficients, step["setting"], roofs)["in all"]
             rows.append(step | {"error": time / step["measured"] - 1})
-    return pd.DataFrame(rows, columns=ERROR)
+    return pd.DataFrame(rows)
 
 
 def measured_gpus(root: Path | None = None) -> dict[str, Chapter]:
@@ -554,9 +569,10 @@ def _of_datasheet(sheet: Datasheet, measured: Mapping[str, Roofs]) -> Roofs:
     """Returns a datasheet's peaks times the median share that the measured GPUs sustain of
     theirs.
     """
-    known = {slug: datasheet(slug) for slug in measured}
     shares = pd.DataFrame(
-        pd.Series(measured[slug].rates) / _peaks(own) for slug, own in known.items() if own
+        pd.Series(roofs.rates) / _peaks(datasheet(slug))
+        for slug, roofs in measured.items()
+        if datasheet(slug)
     )
     rates = _peaks(sheet)
     source = f"{sheet.source}, its peaks, for no measured GPU says what is reached of them"
@@ -575,14 +591,11 @@ def _peaks(sheet: Datasheet) -> pd.Series:
     return pd.Series({"copy": sheet.memory_gb_per_s * 1e9, **peaks})
 
 
-def lines(
-    setting: Setting, roofs: Roofs, gpus: Mapping[str, Chapter], price: float = 0
-) -> list[str]:
+def lines(setting: Setting, roofs: Roofs, gpus: Mapping[str, Chapter]) -> list[str]:
     """Returns what `labkit plan` prints, a line a statement.
 
     Args:
-        gpus: to whose records time is fitted; price: of an hour of one device, for the cost of a
-            million tokens.
+        gpus: to whose records time is fitted.
     """
     config = setting.config
     millions = number(accounting.num_parameters(config) / 1e6)
@@ -593,17 +606,18 @@ def lines(
         f"attention {setting.attention}, {setting.way}, recompute {setting.recompute}, {shared}.",
         *_memory_lines(setting, roofs.memory_bytes),
         *_error_line("memory", select(memory_errors(gpus.values()), way=setting.way)),
-        *_time_lines(setting, roofs, price, samples(gpus.values())),
+        *_time_lines(setting, roofs, samples(gpus.values())),
         f"Roofs: {roofs.source}.",
     ]
 
 
 def _memory_lines(setting: Setting, limit: float) -> list[str]:
     parts = memory(setting)
-    shown = [f"{part} {gib(size)}" for part, size in parts.items() if size and part != "in all"]
-    fits = parts["in all"] <= limit
+    needed = parts.pop("in all")
+    shown = [f"{part} {gib(size)}" for part, size in parts.items() if size]
+    fits = needed <= limit
     verdict = "fits" if fits else "does not fit"
-    lines = [f"Memory: {gib(parts['in all'])} of {gib(limit)} GiB, {verdict} ({', '.join(shown)})."]
+    lines = [f"Memory: {gib(needed)} of {gib(limit)} GiB, {verdict} ({', '.join(shown)})."]
     context = largest(setting, limit, "context", 64)
     batch = largest(setting, limit, "batch", 1)
     if context or batch:
@@ -612,14 +626,14 @@ def _memory_lines(setting: Setting, limit: float) -> list[str]:
             f"context {setting.context:,}."
         )
     if not fits:
-        plan = cheapest_recomputation(setting, limit)
-        ways = [f"--recompute {plan}"] if plan else []
-        for num_gpus in (2, 4, 8, 16, 32, 64):
+        ways: dict[str, str] = {}
+        for num_gpus in (1, 2, 4, 8, 16, 32, 64):
             sharded = replace(setting, num_gpus=num_gpus, gpu_way="fsdp")
-            if memory(sharded)["in all"] <= limit:
-                ways.append(f"--gpus {num_gpus} --gpu-way fsdp")
-                break
-        lines.append(f"It fits with {' or '.join(ways) or 'neither recomputation nor 64 GPUs'}.")
+            plan = cheapest_recomputation(sharded, limit)
+            if plan:
+                ways.setdefault(plan, f"--recompute {plan} --gpus {num_gpus} --gpu-way fsdp")
+        words = " or ".join(ways.values()) or "neither 64 GPUs nor recomputation"
+        lines.append(f"It fits with {words}.")
     return lines
 
 
@@ -627,7 +641,7 @@ LINK_BYTES_PER_S = 300e9
 """Bandwidth of a ring over NVLink on Hopper, as chapter 07 measures it for large messages."""
 
 
-def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataFrame) -> list[str]:
+def _time_lines(setting: Setting, roofs: Roofs, measured: pd.DataFrame) -> list[str]:
     if setting.precision not in roofs.rates:
         return [f"Time: no rate of {setting.precision} is known."]
     num_alike = len(select(measured, way=setting.way))
@@ -640,8 +654,10 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
     times = predicted(coefficients, setting, roofs)
     step_ms = times["in all"]
     gradients = accounting.parameter_bytes(setting.config)
-    gather = "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
-    sent_ms = 1e3 * SHARING[setting.gpu_way].num_transfers * accounting.ring_seconds(*gather)
+    gather_ms = 1e3 * accounting.ring_seconds(
+        "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
+    )
+    sent_ms = SHARING[setting.gpu_way].num_transfers * gather_ms
     rate = setting.tokens / max(step_ms, sent_ms) * 1e3
     words = ", ".join(
         f"{part} {number(times[part])} ({bound})" for part, bound in BOUND.items() if times[part]
@@ -672,10 +688,7 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
             f"at best it runs during the {number(step_ms)} ms of kernels, else it is added to "
             "them; other links take longer."
         )
-    if price:
-        cost = price / 3600 / rate * 1e6
-        lines.append(f"{number(cost)} a million tokens at {number(price)} an hour.")
-    for held_out in HELD_OUT:
+    for held_out in ("size", "context", "device"):
         words = f"time with its {held_out} held out"
         if held_out == "device":
             words += " and the datasheet in place of its roofs"
