@@ -151,8 +151,8 @@ class _Bucket:
         ]
         addresses = [NO_GRADIENT.value if x is None else x.data_ptr() for x in grads]
         addresses += [p.data_ptr() for p in self.views]
-        # The elements tell of a parameter that was cut where it stands.
-        seen = addresses + [p.numel() for p in self.views]
+        # Of a parameter that was cut or transposed where it stands.
+        seen = addresses + [p.numel() if p.is_contiguous() else None for p in self.views]
         is_captured = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
         if seen != self.seen or is_captured:
             self.check()
@@ -225,6 +225,11 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.contiguous().resolve_neg()
 
 
+def _identity(group: dict) -> list[int]:
+    """Returns what tells a group, and its parameters, from others while they live."""
+    return [id(group), *map(id, group["params"])]
+
+
 def _check_form(group: dict) -> None:
     """Raises ValueError for a parameter group of a form of AdamW that the kernel does not have."""
     if group.get("amsgrad") or group.get("maximize"):
@@ -252,12 +257,15 @@ class FusedAdamW(torch.optim.AdamW):
         ValueError: a parameter that is not dense or of another dtype; a value out of its range;
             amsgrad or maximize in a group, whenever it is set; in a step, a sparse gradient, or a
             parameter that is of another dtype, device or shape than before.
+        RuntimeError: in a step, groups or parameters that were put into `param_groups` or taken out
+            by hand, and a state that was cleared.
 
     Error budget: an update is off by at most a few fp32 roundings of itself.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
         self.buckets: list[_Bucket] = []
+        self.laid_out: list[list[int]] = []
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def add_param_group(self, param_group: dict) -> None:
@@ -279,6 +287,8 @@ class FusedAdamW(torch.optim.AdamW):
                 )
             alike.setdefault((p.device, p.dtype), []).append(p)
         self.buckets += [_Bucket(group, params, self.state) for params in alike.values()]
+        if alike:
+            self.laid_out.append(_identity(group))
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Copies a state, ours or torch.optim.AdamW's.
@@ -311,6 +321,7 @@ class FusedAdamW(torch.optim.AdamW):
         """Lays the state out anew, in a copy, out of a pickle, or where one is loaded."""
         super().__setstate__(state)
         self.buckets = []
+        self.laid_out = []
         for group in self.param_groups:
             self._lay_out(group)
 
@@ -320,6 +331,13 @@ class FusedAdamW(torch.optim.AdamW):
         one.
         """
         loss = torch.enable_grad()(closure)() if closure else None
+        groups = [_identity(group) for group in self.param_groups if group["params"]]
+        num_params = sum(len(bucket.views) for bucket in self.buckets)
+        if groups != self.laid_out or len(self.state) < num_params:
+            raise RuntimeError(
+                "param_groups or state is not what was laid out; accepted: changes by "
+                "add_param_group and load_state_dict"
+            )
         for bucket in self.buckets:
             _check_form(bucket.group)
             if runs_kernel(bucket.steps):

@@ -30,6 +30,7 @@ from labkit.kernels.column_sums import add_columns
 from labkit.kernels.fused import (
     autocast_dtype,
     check,
+    check_kind,
     check_shape,
     load_fp32,
     operator,
@@ -325,6 +326,22 @@ def _gradients(ctx, grad_y, *others):
 
 
 norm.register_autograd(_gradients, setup_context=_setup)
+
+
+Norm = tuple[Tensor, Tensor, Tensor, float]
+"""What gives LayerNorm of a sum again: the sum, the norm's weight and bias, and its ε."""
+
+
+def check_norm(norm: Norm, normed: Tensor) -> None:
+    """Raises TypeError and ValueError for what cannot have given `normed`."""
+    if not isinstance(norm, tuple) or len(norm) != 4 or not isinstance(norm[3], float | int):
+        raise TypeError(f"norm must be (sum, weight, bias, a number ε), got {norm}")
+    total, weight, bias, _ = norm
+    tensors = {"norm's sum": total, "norm's weight": weight, "norm's bias": bias}
+    check(tensors, may_be_fp32=True)
+    check_kind("norm's sum", total, [total.dtype], like=normed)
+    for name, tensor in tensors.items():
+        check_shape(name, tensor, *(normed.shape if tensor is total else normed.shape[-1:]))
 
 
 def _normalise(
