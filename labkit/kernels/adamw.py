@@ -225,11 +225,6 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.contiguous().resolve_neg()
 
 
-def _identity(group: dict) -> list[int]:
-    """Returns what tells a group, and its parameters, from others while they live."""
-    return [id(group), *map(id, group["params"])]
-
-
 def _check_form(group: dict) -> None:
     """Raises ValueError for a parameter group of a form of AdamW that the kernel does not have."""
     if group.get("amsgrad") or group.get("maximize"):
@@ -246,7 +241,8 @@ class FusedAdamW(torch.optim.AdamW):
             rounded. Where it is not, somebody has written it since the last step, and the master
             becomes the parameter.
         lr, betas, eps, weight_decay: as torch.optim.AdamW has them. A CUDA graph keeps the values
-            it was captured with, and the state: one that is loaded needs another graph.
+            it was captured with, and the state: one that is loaded or cleared, or of other groups,
+            needs another graph.
 
     Each parameter's state holds exp_avg, exp_avg_sq and master, fp32 and shaped as it, and step,
     one fp32 number that counts its updates. All are views of tensors that hold the state of many
@@ -257,15 +253,13 @@ class FusedAdamW(torch.optim.AdamW):
         ValueError: a parameter that is not dense or of another dtype; a value out of its range;
             amsgrad or maximize in a group, whenever it is set; in a step, a sparse gradient, or a
             parameter that is of another dtype, device or shape than before.
-        RuntimeError: in a step, groups or parameters that were put into `param_groups` or taken out
-            by hand, and a state that was cleared.
 
     Error budget: an update is off by at most a few fp32 roundings of itself.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
         self.buckets: list[_Bucket] = []
-        self.laid_out: list[list[int]] = []
+        self.laid_out: list[int] = []
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def add_param_group(self, param_group: dict) -> None:
@@ -287,8 +281,12 @@ class FusedAdamW(torch.optim.AdamW):
                 )
             alike.setdefault((p.device, p.dtype), []).append(p)
         self.buckets += [_Bucket(group, params, self.state) for params in alike.values()]
-        if alike:
-            self.laid_out.append(_identity(group))
+        self.laid_out += self._identities([group])
+
+    def _identities(self, groups: list[dict]) -> list[int]:
+        """Returns what tells groups, parameters and states from others; buckets keep them alive."""
+        params = [(group, p) for group in groups for p in group["params"]]
+        return [id(x) for group, p in params for x in (group, p, self.state.get(p))]
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Copies a state, ours or torch.optim.AdamW's.
@@ -318,7 +316,9 @@ class FusedAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": state})
 
     def __setstate__(self, state: dict) -> None:
-        """Lays the state out anew, in a copy, out of a pickle, or where one is loaded."""
+        """Lays the state out anew: in a copy, out of a pickle, where one is loaded, or groups are
+        others.
+        """
         super().__setstate__(state)
         self.buckets = []
         self.laid_out = []
@@ -331,13 +331,9 @@ class FusedAdamW(torch.optim.AdamW):
         one.
         """
         loss = torch.enable_grad()(closure)() if closure else None
-        groups = [_identity(group) for group in self.param_groups if group["params"]]
-        num_params = sum(len(bucket.views) for bucket in self.buckets)
-        if groups != self.laid_out or len(self.state) < num_params:
-            raise RuntimeError(
-                "param_groups or state is not what was laid out; accepted: changes by "
-                "add_param_group and load_state_dict"
-            )
+        # Who changed groups or cleared the state by hand expects of it what PyTorch's would do.
+        if self._identities(self.param_groups) != self.laid_out:
+            self.__setstate__({})
         for bucket in self.buckets:
             _check_form(bucket.group)
             if runs_kernel(bucket.steps):

@@ -337,11 +337,17 @@ def check_norm(norm: Norm, normed: Tensor) -> None:
     if not isinstance(norm, tuple) or len(norm) != 4 or not isinstance(norm[3], float | int):
         raise TypeError(f"norm must be (sum, weight, bias, a number ε), got {norm}")
     total, weight, bias, _ = norm
-    tensors = {"norm's sum": total, "norm's weight": weight, "norm's bias": bias}
-    check(tensors, may_be_fp32=True)
+    _check_fit({"norm's sum": total, "norm's weight": weight, "norm's bias": bias})
     check_kind("norm's sum", total, [total.dtype], like=normed)
-    for name, tensor in tensors.items():
-        check_shape(name, tensor, *(normed.shape if tensor is total else normed.shape[-1:]))
+    check_shape("norm's sum", total, *normed.shape)
+
+
+def _check_fit(tensors: dict[str, Tensor]) -> None:
+    """Raises TypeError and ValueError unless all fit the first: a residual, and parameters."""
+    check(tensors, may_be_fp32=True)
+    (_, x), *others = tensors.items()
+    for name, tensor in others:
+        check_shape(name, tensor, *(x.shape if name == "residual" else x.shape[-1:]))
 
 
 def _normalise(
@@ -354,10 +360,8 @@ def _normalise(
 
     Raises TypeError and ValueError for tensors that do not fit.
     """
-    others = parameters if residual is None else {"residual": residual, **parameters}
-    check({"x": x, **others}, may_be_fp32=True)
-    for name, tensor in others.items():
-        check_shape(name, tensor, *(x.shape if name == "residual" else x.shape[-1:]))
+    added = {} if residual is None else {"residual": residual}
+    _check_fit({"x": x, **added, **parameters})
     dtype = autocast_dtype(x) or (x if residual is None else residual).dtype
     if runs_kernel(x):
         if x.shape[-1] > MAX_COLUMNS:
