@@ -225,6 +225,11 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.contiguous().resolve_neg()
 
 
+def _identities(groups: list[dict]) -> list[int]:
+    """Returns what tells parameters and their groups from others that live, as those in buckets."""
+    return [id(x) for group in groups for p in group["params"] for x in (group, p)]
+
+
 def _check_form(group: dict) -> None:
     """Raises ValueError for a parameter group of a form of AdamW that the kernel does not have."""
     if group.get("amsgrad") or group.get("maximize"):
@@ -281,12 +286,7 @@ class FusedAdamW(torch.optim.AdamW):
                 )
             alike.setdefault((p.device, p.dtype), []).append(p)
         self.buckets += [_Bucket(group, params, self.state) for params in alike.values()]
-        self.laid_out += self._identities([group])
-
-    def _identities(self, groups: list[dict]) -> list[int]:
-        """Returns what tells groups, parameters and states from others; buckets keep them alive."""
-        params = [(group, p) for group in groups for p in group["params"]]
-        return [id(x) for group, p in params for x in (group, p, self.state.get(p))]
+        self.laid_out += _identities([group])
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Copies a state, ours or torch.optim.AdamW's.
@@ -332,7 +332,7 @@ class FusedAdamW(torch.optim.AdamW):
         """
         loss = torch.enable_grad()(closure)() if closure else None
         # Who changed groups or cleared the state by hand expects of it what PyTorch's would do.
-        if self._identities(self.param_groups) != self.laid_out:
+        if _identities(self.param_groups) != self.laid_out or not self.state:
             self.__setstate__({})
         for bucket in self.buckets:
             _check_form(bucket.group)

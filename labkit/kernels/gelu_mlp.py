@@ -176,8 +176,8 @@ def gelu_mlp(
     check_shape("fc2_bias", fc2_bias, width)
     if x.numel() == 0:
         raise ValueError(f"x must hold at least one row; got shape {tuple(x.shape)}")
-    if norm is not None:
-        check_norm(norm, x)
+    if norm:
+        check_norm(x, norm)
     is_trained = any(tensor.requires_grad for tensor in (x, *parameters[:3]))
     keep = keep and torch.is_grad_enabled() and is_trained
     x_MC = rows_of(x).contiguous()

@@ -155,5 +155,5 @@ def norm_linear(normed: Tensor, weight: Tensor, bias: Tensor, norm: Norm) -> Ten
         ValueError, TypeError: arguments that do not fit, by name.
     """
     inputs = _inputs("normed", normed, weight, bias)
-    check_norm(norm, normed)
+    check_norm(normed, norm)
     return NormLinear.apply(*inputs, *norm)

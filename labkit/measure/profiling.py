@@ -394,10 +394,11 @@ def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
     names = table["name"].unique()
     if trace.source == "kineto cpu":
         short = {name: name[:96] for name in names}
-        kernel_classes = {name: classify(name, "operator") for name in names}
+        kind = "operator"
     else:
         short = distinct_names(names)
-        kernel_classes = {name: classify(name) for name in names}
+        kind = "kernel"
+    kernel_classes = {name: classify(name, kind) for name in names}
     table["short_name"] = table["name"].map(short)
     table["kernel_class"] = table["name"].map(kernel_classes)
     table["path"] = _paths(table, trace.ranges)
