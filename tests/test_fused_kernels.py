@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.kernels import column_sums, launch, linear, rotary
 from labkit.kernels import cross_entropy as ce
-from labkit.kernels.gelu_mlp import gelu_mlp
 from labkit.kernels.norms import layer_norm, rms_norm
 from labkit.kernels.swiglu import swiglu
 from labkit.numerics import judge
@@ -348,10 +347,6 @@ X4, TABLE = X[None, None], torch.zeros(5, 4)
         (
             lambda: linear.norm_linear(X, X, W[:3], (X[:2], W, W, EPS)),
             r"norm's sum must be of shape \(3, 4\), got \(2, 4\)",
-        ),
-        (
-            lambda: gelu_mlp(X, X, W[:3], X.T, W, norm=(X, W, None, EPS)),
-            "norm's bias must be a tensor, got NoneType",
         ),
     ],
 )

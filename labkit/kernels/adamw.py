@@ -225,11 +225,6 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.contiguous().resolve_neg()
 
 
-def _identities(groups: list[dict]) -> list[int]:
-    """Returns what tells parameters and their groups from others that live, as those in buckets."""
-    return [id(x) for group in groups for p in group["params"] for x in (group, p)]
-
-
 def _check_form(group: dict) -> None:
     """Raises ValueError for a parameter group of a form of AdamW that the kernel does not have."""
     if group.get("amsgrad") or group.get("maximize"):
@@ -246,8 +241,7 @@ class FusedAdamW(torch.optim.AdamW):
             rounded. Where it is not, somebody has written it since the last step, and the master
             becomes the parameter.
         lr, betas, eps, weight_decay: as torch.optim.AdamW has them. A CUDA graph keeps the values
-            it was captured with, and the state: one that is loaded or cleared, or of other groups,
-            needs another graph.
+            it was captured with, and the state: one that is loaded needs another graph.
 
     Each parameter's state holds exp_avg, exp_avg_sq and master, fp32 and shaped as it, and step,
     one fp32 number that counts its updates. All are views of tensors that hold the state of many
@@ -264,7 +258,6 @@ class FusedAdamW(torch.optim.AdamW):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
         self.buckets: list[_Bucket] = []
-        self.laid_out: list[int] = []
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def add_param_group(self, param_group: dict) -> None:
@@ -286,7 +279,6 @@ class FusedAdamW(torch.optim.AdamW):
                 )
             alike.setdefault((p.device, p.dtype), []).append(p)
         self.buckets += [_Bucket(group, params, self.state) for params in alike.values()]
-        self.laid_out += _identities([group])
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Copies a state, ours or torch.optim.AdamW's.
@@ -316,12 +308,9 @@ class FusedAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": state})
 
     def __setstate__(self, state: dict) -> None:
-        """Lays the state out anew: in a copy, out of a pickle, where one is loaded, or groups are
-        others.
-        """
+        """Lays the state out anew, in a copy, out of a pickle, or where one is loaded."""
         super().__setstate__(state)
         self.buckets = []
-        self.laid_out = []
         for group in self.param_groups:
             self._lay_out(group)
 
@@ -331,9 +320,6 @@ class FusedAdamW(torch.optim.AdamW):
         one.
         """
         loss = torch.enable_grad()(closure)() if closure else None
-        # Who changed groups or cleared the state by hand expects of it what PyTorch's would do.
-        if _identities(self.param_groups) != self.laid_out or not self.state:
-            self.__setstate__({})
         for bucket in self.buckets:
             _check_form(bucket.group)
             if runs_kernel(bucket.steps):

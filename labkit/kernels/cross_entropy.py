@@ -226,7 +226,7 @@ def _linear_forward(
     num_rows, vocabulary = len(hidden_NC), len(weight_VC)
     chunk_rows = loss_chunk_rows(vocabulary, weight_VC.element_size())
     rows_N4 = hidden_NC.new_empty(num_rows, 4, dtype=torch.float32)
-    gradients = _empty_gradients(hidden_NC, weight_VC) if with_gradients else []
+    gradients = _empty_gradients(hidden_NC, weight_VC, with_gradients)
     for start in range(0, max(num_rows, 1), chunk_rows):
         rows = slice(start, start + chunk_rows)
         logits_NV = hidden_NC[rows] @ weight_VC.T
@@ -242,26 +242,26 @@ def _linear_forward(
         if with_gradients:
             grad_hidden_NC, grad_weight_VC = gradients
             torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
-            _add_product(grad_weight_VC, logits_NV.T, hidden_NC[rows], beta=int(start > 0))
+            factors = logits_NV.T, hidden_NC[rows]
+            beta = int(start > 0)  # of the first chunk, what is there is written over
+            if hidden_NC.dtype == torch.float32 or not hidden_NC.is_cuda:
+                grad_weight_VC.addmm_(*[x.float() for x in factors], beta=beta)
+            else:
+                total = grad_weight_VC
+                torch.addmm(total, *factors, beta=beta, out_dtype=total.dtype, out=total)
     return [*_mean(rows_N4), *gradients]
 
 
-def _empty_gradients(hidden_NC: Tensor, weight_VC: Tensor) -> list[Tensor]:
+def _empty_gradients(hidden_NC: Tensor, weight_VC: Tensor, with_gradients: bool) -> list[Tensor]:
+    if not with_gradients:
+        return []
     return [torch.empty_like(hidden_NC), torch.empty_like(weight_VC, dtype=torch.float32)]
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """Adds a b to an fp32 total in place; with beta 0 it is written over what is there."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        total.addmm_(a.float(), b.float(), beta=beta)
-    else:
-        torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
 
 
 @_linear_forward.register_fake
 def _(hidden_NC, weight_VC, _targets_N, with_gradients):
-    scalars = [hidden_NC.new_empty((), dtype=torch.float32) for _ in range(2)]
-    return [*scalars, *(_empty_gradients(hidden_NC, weight_VC) if with_gradients else [])]
+    scalars = _mean(hidden_NC.new_empty(1, 4, dtype=torch.float32))
+    return [*scalars, *_empty_gradients(hidden_NC, weight_VC, with_gradients)]
 
 
 register_flop_formula(torch.ops.labkit.linear_cross_entropy)(

@@ -332,18 +332,11 @@ Norm = tuple[Tensor, Tensor, Tensor, float]
 
 
 def check_norm(normed: Tensor, norm: Norm) -> None:
-    """Raises TypeError and ValueError for what cannot have given `normed`."""
+    """Raises ValueError for shapes that cannot have given `normed`; dtypes show in backward."""
     total, weight, bias, _ = norm
-    _check_fit({"norm's sum": total, "norm's weight": weight, "norm's bias": bias})
     check_shape("norm's sum", total, *normed.shape)
-
-
-def _check_fit(tensors: dict[str, Tensor]) -> None:
-    """Raises TypeError and ValueError unless all fit the first: a residual, and parameters."""
-    check(tensors, may_be_fp32=True)
-    (_, x), *others = tensors.items()
-    for name, tensor in others:
-        check_shape(name, tensor, *(x.shape if name == "residual" else x.shape[-1:]))
+    check_shape("norm's weight", weight, normed.shape[-1])
+    check_shape("norm's bias", bias, normed.shape[-1])
 
 
 def _normalise(
@@ -356,8 +349,10 @@ def _normalise(
 
     Raises TypeError and ValueError for tensors that do not fit.
     """
-    added = {} if residual is None else {"residual": residual}
-    _check_fit({"x": x, **added, **parameters})
+    others = parameters if residual is None else {"residual": residual, **parameters}
+    check({"x": x, **others}, may_be_fp32=True)
+    for name, tensor in others.items():
+        check_shape(name, tensor, *(x.shape if name == "residual" else x.shape[-1:]))
     dtype = autocast_dtype(x) or (x if residual is None else residual).dtype
     if runs_kernel(x):
         if x.shape[-1] > MAX_COLUMNS:

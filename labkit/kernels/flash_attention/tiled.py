@@ -39,6 +39,7 @@ def _score_tiles(
     *,
     left: int,
     right: int,
+    tile: int = TILE,
     sequences: Sequence[tuple] = (),
 ):
     """Yields each tile of scores of which a mask shows any: its queries and its keys as slices, and
@@ -48,6 +49,7 @@ def _score_tiles(
         scaled_q: the queries times the scale of the scores; k: a key head for each of theirs.
         left, right: how many keys each query sees before and after its own on the diagonal, which
             is aligned to the bottom right; −1 is without limit.
+        tile: rows and columns of a tile.
         sequences: of a packed batch, the begin and the end of each one's queries and of its keys,
             which see no others.
     """
@@ -55,12 +57,12 @@ def _score_tiles(
     for (q_first, q_last), (k_first, k_last) in sequences or whole:
         # How far before its own key a query stands.
         diagonal = k_last - q_last
-        for q_begin in range(q_first, q_last, TILE):
-            q_end = min(q_begin + TILE, q_last)
+        for q_begin in range(q_first, q_last, tile):
+            q_end = min(q_begin + tile, q_last)
             begin = 0 if left < 0 else max(0, q_begin + diagonal - left - k_first)
             end = k_last if right < 0 else min(k_last, q_end + diagonal + right)
-            for k_begin in range(k_first + begin // TILE * TILE, end, TILE):
-                k_end = min(k_begin + TILE, k_last)
+            for k_begin in range(k_first + begin // tile * tile, end, tile):
+                k_end = min(k_begin + tile, k_last)
                 queries = slice(q_begin, q_end)
                 keys = slice(k_begin, k_end)
                 scores_QK = scaled_q[..., queries, :] @ k[..., keys, :].mT
@@ -88,7 +90,7 @@ def tiled_attention_forward(
         q, k, v: (..., heads, length, D), a batch of one head also without a dimension of heads; k
             and v may have fewer heads.
         scale: of the scores.
-        mask: left, right and sequences as in `_score_tiles`.
+        mask: left, right, tile and sequences as in `_score_tiles`.
     """
     k, v = (wide(repeat_heads(x, q)) for x in (k, v))
     scaled_q = wide(q) * scale
