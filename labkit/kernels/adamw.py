@@ -151,8 +151,8 @@ class _Bucket:
         ]
         addresses = [NO_GRADIENT.value if x is None else x.data_ptr() for x in grads]
         addresses += [p.data_ptr() for p in self.views]
-        # The elements tell of a parameter that was cut where it stands.
-        seen = addresses + [p.numel() for p in self.views]
+        # Of a parameter that was cut or transposed where it stands.
+        seen = addresses + [p.numel() if p.is_contiguous() else None for p in self.views]
         is_captured = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
         if seen != self.seen or is_captured:
             self.check()

@@ -2,15 +2,15 @@
 never all there.
 
     M = max_v x_v    L = log Σ_v exp(x_v − M)    loss = mean (L − (x_target − M))
-    ∂x = (exp(x − M − L) − [v = target]) · ∂loss / N
+    ∂x = (exp(x − M − L) − [v = target]) · ∂loss / K
 
-M is taken off before anything is rounded, so that an offset common to all logits of a row changes
-nothing.
+K of the rows count; of the others, whose target is −100, loss and ∂x are 0. M is taken off before
+anything is rounded, so that an offset common to all logits of a row changes nothing.
 
 Of logits: one program reads a row once, with a running maximum and sum (online softmax); backward
 reads it again and writes ∂x, if asked over the logits. With the head, x = h Wᵀ is made for a chunk
-of rows at a time, one kernel turns it into losses and N ∂x in place, and the products N ∂h = N ∂x W
-and N ∂W = N ∂xᵀ h follow at once: 6·N·V·C FLOPs, the memory of one chunk.
+of rows at a time, one kernel turns it into losses and K ∂x in place, and the products K ∂h = K ∂x W
+and K ∂W = K ∂xᵀ h follow at once: 6·N·V·C FLOPs, the memory of one chunk.
 
 Shape suffixes: N rows, C d_model, V vocabulary.
 
@@ -42,6 +42,7 @@ from labkit.kernels.launch import Launcher
 
 MAX_BLOCK = 4096
 NUM_WARPS = 8
+IGNORED = tl.constexpr(-100)  # as F.cross_entropy has it
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -65,6 +66,7 @@ def _write_gradient(
     row_ptr, grad_row_ptr, maximum, log_sum, target, factor, start, num_columns, BLOCK: tl.constexpr
 ):
     factor = tl.where((target >= 0) & (target < num_columns), factor, float("nan"))
+    factor = tl.where(target == IGNORED, 0.0, factor)
     cols = start + tl.arange(0, BLOCK)
     x = load_fp32(row_ptr + cols, cols < num_columns)
     grad = (tl.exp(x - maximum - log_sum) - tl.where(cols == target, 1.0, 0.0)) * factor
@@ -81,8 +83,8 @@ def cross_entropy_fwd_kernel(
     BLOCK: tl.constexpr,
     INTO_GRADIENT: tl.constexpr,
 ):
-    """One program computes a row's (loss, M, L) and, INTO_GRADIENT, replaces the logits by that
-    loss's gradient.
+    """One program computes a row's (loss, whether it counts, M, L) and, INTO_GRADIENT, replaces the
+    logits by that loss's gradient.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
@@ -90,9 +92,11 @@ def cross_entropy_fwd_kernel(
     maximum, log_sum = _statistics(row_ptr, num_columns, BLOCK)
     exists = (target >= 0) & (target < num_columns)
     chosen = tl.load(row_ptr + target, mask=exists, other=float("nan")).to(tl.float32)
-    tl.store(rows_ptr + 3 * row, log_sum - (chosen - maximum))
-    tl.store(rows_ptr + 3 * row + 1, maximum)
-    tl.store(rows_ptr + 3 * row + 2, log_sum)
+    counts = target != IGNORED
+    tl.store(rows_ptr + 4 * row, tl.where(counts, log_sum - (chosen - maximum), 0.0))
+    tl.store(rows_ptr + 4 * row + 1, counts)
+    tl.store(rows_ptr + 4 * row + 2, maximum)
+    tl.store(rows_ptr + 4 * row + 3, log_sum)
     if INTO_GRADIENT:
         # Every thread has read the target's logit before one overwrites it.
         tl.debug_barrier()
@@ -107,17 +111,17 @@ def cross_entropy_bwd_kernel(
     logits_ptr,
     targets_ptr,
     rows_ptr,
+    num_counted_ptr,
     grad_loss_ptr,
     grad_ptr,
     stride,
-    num_rows,
     num_columns,
     BLOCK: tl.constexpr,
 ):
     """One program computes a block of a row of ∂x; grad may be the logits."""
     row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(grad_loss_ptr).to(tl.float32) / num_rows
-    maximum, log_sum = tl.load(rows_ptr + 3 * row + 1), tl.load(rows_ptr + 3 * row + 2)
+    factor = tl.load(grad_loss_ptr).to(tl.float32) / tl.load(num_counted_ptr)
+    maximum, log_sum = tl.load(rows_ptr + 4 * row + 2), tl.load(rows_ptr + 4 * row + 3)
     target, start = tl.load(targets_ptr + row), tl.program_id(1) * BLOCK
     row_ptr, grad_row_ptr = logits_ptr + row * stride, grad_ptr + row * num_columns
     _write_gradient(
@@ -130,26 +134,34 @@ def _constants(num_columns: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": NUM_WARPS}
 
 
+def _mean(rows_N4: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean loss of the rows that count, and how many do, in fp32."""
+    total, num_counted = rows_N4[:, :2].sum(0).unbind()
+    return total / num_counted, num_counted
+
+
 @operator("cross_entropy")
-def _forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss and each row's (loss, M, L)."""
+def _forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the mean loss, how many rows count and each row's (loss, whether it counts, M, L)."""
     logits_NV = rows_of(logits)
     num_rows, num_columns = logits_NV.shape
-    rows_N3 = logits.new_empty(num_rows, 3, dtype=torch.float32)
+    rows_N4 = logits.new_empty(num_rows, 4, dtype=torch.float32)
     wrap_triton(cross_entropy_fwd_kernel)[(num_rows,)](
         logits_NV,
         targets.contiguous(),
-        rows_N3,
+        rows_N4,
         logits_NV.stride(0),
         num_columns,
         INTO_GRADIENT=False,
         **_constants(num_columns),
     )
-    return rows_N3.select(1, 0).mean(), rows_N3
+    return *_mean(rows_N4), rows_N4
 
 
 @operator("cross_entropy_backward")
-def _backward(logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tensor) -> Tensor:
+def _backward(
+    logits: Tensor, targets: Tensor, num_counted: Tensor, rows_N4: Tensor, grad_loss: Tensor
+) -> Tensor:
     """Returns the gradient of the logits, contiguous."""
     grad = logits.new_empty(logits.shape)
     logits_NV = rows_of(logits)
@@ -158,11 +170,11 @@ def _backward(logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tenso
     wrap_triton(cross_entropy_bwd_kernel)[(num_rows, -(-num_columns // constants["BLOCK"]))](
         logits_NV,
         targets.contiguous(),
-        rows_N3.contiguous(),  # hooks on saved tensors may have laid it out anew
+        rows_N4.contiguous(),  # hooks on saved tensors may have laid it out anew
+        num_counted,
         grad_loss,
         grad,
         logits_NV.stride(0),
-        num_rows,
         num_columns,
         **constants,
     )
@@ -170,10 +182,11 @@ def _backward(logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tenso
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, output[1])
+    ctx.save_for_backward(*inputs, *output[1:])
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, grad_loss, _):
+def _gradients(ctx, grad_loss, *_):
     return _backward(*ctx.saved_tensors, grad_loss), None
 
 
@@ -186,9 +199,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Args:
         logits: (..., V), fp32, bf16 or fp16 (fp64 in plain PyTorch), any strides; autocast
             changes nothing.
-        targets: (...), int64, from 0 to V − 1; none is ignored, −100 neither. One outside makes the
-            loss and its row's gradient NaN: to raise, the host would have to wait for the device.
-            (In plain PyTorch it raises.)
+        targets: (...), int64, from 0 to V − 1, or −100 for a row that does not count; the mean of
+            none is NaN. Another makes the loss and its row's gradient NaN: to raise, the host would
+            have to wait for the device. (In plain PyTorch it raises.)
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
@@ -207,20 +220,20 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def _linear_forward(
     hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, with_gradients: bool
 ) -> list[Tensor]:
-    """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the
-    chunks.
+    """Returns [mean loss, K] or [mean loss, K, K ∂h, K ∂W in fp32]. Opaque, so that nothing
+    reorders the chunks.
     """
     num_rows, vocabulary = len(hidden_NC), len(weight_VC)
     chunk_rows = loss_chunk_rows(vocabulary, weight_VC.element_size())
-    rows_N3 = hidden_NC.new_empty(num_rows, 3, dtype=torch.float32)
-    gradients = _empty_gradients(hidden_NC, weight_VC) if with_gradients else []
+    rows_N4 = hidden_NC.new_empty(num_rows, 4, dtype=torch.float32)
+    gradients = _empty_gradients(hidden_NC, weight_VC, with_gradients)
     for start in range(0, max(num_rows, 1), chunk_rows):
         rows = slice(start, start + chunk_rows)
         logits_NV = hidden_NC[rows] @ weight_VC.T
         Launcher(cross_entropy_fwd_kernel)[(len(logits_NV),)](
             logits_NV,
             targets_N[rows],
-            rows_N3[rows],
+            rows_N4[rows],
             vocabulary,
             vocabulary,
             INTO_GRADIENT=with_gradients,
@@ -229,26 +242,26 @@ def _linear_forward(
         if with_gradients:
             grad_hidden_NC, grad_weight_VC = gradients
             torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
-            _add_product(grad_weight_VC, logits_NV.T, hidden_NC[rows], beta=int(start > 0))
-    return [rows_N3.select(1, 0).mean(), *gradients]
+            factors = logits_NV.T, hidden_NC[rows]
+            beta = int(start > 0)  # of the first chunk, what is there is written over
+            if hidden_NC.dtype == torch.float32 or not hidden_NC.is_cuda:
+                grad_weight_VC.addmm_(*[x.float() for x in factors], beta=beta)
+            else:
+                total = grad_weight_VC
+                torch.addmm(total, *factors, beta=beta, out_dtype=total.dtype, out=total)
+    return [*_mean(rows_N4), *gradients]
 
 
-def _empty_gradients(hidden_NC: Tensor, weight_VC: Tensor) -> list[Tensor]:
+def _empty_gradients(hidden_NC: Tensor, weight_VC: Tensor, with_gradients: bool) -> list[Tensor]:
+    if not with_gradients:
+        return []
     return [torch.empty_like(hidden_NC), torch.empty_like(weight_VC, dtype=torch.float32)]
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """Adds a b to an fp32 total in place; with beta 0 it is written over what is there."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        total.addmm_(a.float(), b.float(), beta=beta)
-    else:
-        torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
 
 
 @_linear_forward.register_fake
 def _(hidden_NC, weight_VC, _targets_N, with_gradients):
-    loss = hidden_NC.new_empty((), dtype=torch.float32)
-    return [loss, *(_empty_gradients(hidden_NC, weight_VC) if with_gradients else [])]
+    scalars = _mean(hidden_NC.new_empty(1, 4, dtype=torch.float32))
+    return [*scalars, *_empty_gradients(hidden_NC, weight_VC, with_gradients)]
 
 
 register_flop_formula(torch.ops.labkit.linear_cross_entropy)(
@@ -260,18 +273,18 @@ register_flop_formula(torch.ops.labkit.linear_cross_entropy)(
 
 def _linear_setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.num_rows, ctx.weight_dtype = inputs[0].shape[0], inputs[1].dtype
+    ctx.weight_dtype = inputs[1].dtype
     # No zeros as large as the weight in the place of gradients of gradients, which nothing reads.
     ctx.set_materialize_grads(False)
 
 
 def _linear_gradients(ctx, grad_loss, *_):
-    # One element, not a scalar: the product is computed in fp32 and rounded once. Of no rows,
-    # gradients are zeros.
-    factor = (grad_loss / max(ctx.num_rows, 1)).view(1)
+    num_counted, *sums = ctx.saved_tensors
+    # One element, not a scalar: the product is computed in fp32 and rounded once. Of no rows that
+    # count, gradients are zeros.
+    factor = (grad_loss / num_counted.clamp(min=1)).view(1)
     gradients = [
-        torch.mul(x, factor, out=torch.empty_like(x, dtype=ctx.weight_dtype))
-        for x in ctx.saved_tensors
+        torch.mul(x, factor, out=torch.empty_like(x, dtype=ctx.weight_dtype)) for x in sums
     ]
     return *gradients, None, None
 
@@ -309,8 +322,4 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def _formula(logits: Tensor, targets: Tensor) -> Tensor:
-    logits_NV = wide(logits).reshape(-1, logits.shape[-1])
-    # No target is this one: none is ignored.
-    return F.cross_entropy(
-        logits_NV, targets.reshape(-1), ignore_index=torch.iinfo(torch.int64).min
-    )
+    return F.cross_entropy(wide(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1))

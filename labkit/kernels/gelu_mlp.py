@@ -41,7 +41,7 @@ from labkit.kernels.fused import (
     wide,
     wrap_triton,
 )
-from labkit.kernels.norms import layer_norm
+from labkit.kernels.norms import Norm, check_norm, layer_norm
 
 # Of a program of the elementwise kernel: rows, rows at a time, columns.
 BLOCK_M = tl.constexpr(256)
@@ -143,7 +143,7 @@ def gelu_mlp(
     fc2_bias: Tensor,
     *,
     keep: bool = True,
-    norm: tuple[Tensor, Tensor, Tensor, float] | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """Returns W₂ gelu(W₁ x + b₁) + b₂ with tanh-GELU.
 
@@ -176,6 +176,8 @@ def gelu_mlp(
     check_shape("fc2_bias", fc2_bias, width)
     if x.numel() == 0:
         raise ValueError(f"x must hold at least one row; got shape {tuple(x.shape)}")
+    if norm:
+        check_norm(x, norm)
     is_trained = any(tensor.requires_grad for tensor in (x, *parameters[:3]))
     keep = keep and torch.is_grad_enabled() and is_trained
     x_MC = rows_of(x).contiguous()

@@ -32,7 +32,7 @@ from labkit.kernels.fused import (
     runs_kernel,
     wrap_triton,
 )
-from labkit.kernels.norms import layer_norm
+from labkit.kernels.norms import Norm, check_norm, layer_norm
 
 # Elements; one call of Philox gives four numbers, for four runs.
 RUN = tl.constexpr(1024)
@@ -142,9 +142,7 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
     return DropoutLinear.apply(x, weight, bias, p, seed)
 
 
-def norm_linear(
-    normed: Tensor, weight: Tensor, bias: Tensor, norm: tuple[Tensor, Tensor, Tensor, float]
-) -> Tensor:
+def norm_linear(normed: Tensor, weight: Tensor, bias: Tensor, norm: Norm) -> Tensor:
     """Returns W n + b.
 
     Args:
@@ -156,4 +154,6 @@ def norm_linear(
     Raises:
         ValueError, TypeError: arguments that do not fit, by name.
     """
-    return NormLinear.apply(*_inputs("normed", normed, weight, bias), *norm)
+    inputs = _inputs("normed", normed, weight, bias)
+    check_norm(normed, norm)
+    return NormLinear.apply(*inputs, *norm)

@@ -327,6 +327,18 @@ def _gradients(ctx, grad_y, *others):
 norm.register_autograd(_gradients, setup_context=_setup)
 
 
+Norm = tuple[Tensor, Tensor, Tensor, float]
+"""What gives LayerNorm of a sum again: the sum, the norm's weight and bias, and its ε."""
+
+
+def check_norm(normed: Tensor, norm: Norm) -> None:
+    """Raises ValueError for shapes that cannot have given `normed`; dtypes show in backward."""
+    total, weight, bias, _ = norm
+    check_shape("norm's sum", total, *normed.shape)
+    check_shape("norm's weight", weight, normed.shape[-1])
+    check_shape("norm's bias", bias, normed.shape[-1])
+
+
 def _normalise(
     x: Tensor, residual: Tensor | None, eps: float, **parameters: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:

@@ -29,22 +29,24 @@ BLOCK = tl.constexpr(1024)  # elements of a program: 8 of a thread, loads of 16 
 
 
 @triton.jit
-def swiglu_fwd_kernel(gate_ptr, up_ptr, y_ptr, num_elements):
-    """One program computes BLOCK elements."""
+def _inputs(gate_ptr, up_ptr, num_elements):
+    """The places of a program's BLOCK elements, which of them exist, and the inputs there."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_elements
-    gate = load_fp32(gate_ptr + place, inside)
-    up = load_fp32(up_ptr + place, inside)
+    return place, inside, load_fp32(gate_ptr + place, inside), load_fp32(up_ptr + place, inside)
+
+
+@triton.jit
+def swiglu_fwd_kernel(gate_ptr, up_ptr, y_ptr, num_elements):
+    """One program computes BLOCK elements."""
+    place, inside, gate, up = _inputs(gate_ptr, up_ptr, num_elements)
     tl.store(y_ptr + place, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
 def swiglu_bwd_kernel(gate_ptr, up_ptr, grad_y_ptr, grad_gate_ptr, grad_up_ptr, num_elements):
     """One program computes BLOCK elements of both gradients."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < num_elements
-    gate = load_fp32(gate_ptr + place, inside)
-    up = load_fp32(up_ptr + place, inside)
+    place, inside, gate, up = _inputs(gate_ptr, up_ptr, num_elements)
     grad_y = load_fp32(grad_y_ptr + place, inside)
     sigmoid = tl.sigmoid(gate)
     grad_gate = grad_y * up * sigmoid * (1 + gate * (1 - sigmoid))

@@ -44,11 +44,9 @@ def weighted_sum_fwd_kernel(
         # int64: rows · stride passes 2³¹ elements on a large x.
         cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-        x = tl.load(
-            x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, mask=inside, other=0.0
-        )
-        weight = tl.load(weight_ptr + cols * stride_wd, mask=cols < dim, other=0.0)
-        y += tl.sum(x.to(tl.float32) * weight.to(tl.float32)[None, :], axis=1)
+        x = load_fp32(x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, inside)
+        weight = load_fp32(weight_ptr + cols * stride_wd, cols < dim)[None, :]
+        y += tl.sum(x * weight, axis=1)
     tl.store(y_ptr + rows, y, mask=rows < num_rows)
 
 

@@ -63,7 +63,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     if packed:
         form = "(total, heads, d) with cu_seqlens"
         accepted_dims, lengths, heads = (3,), 0, 1
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in zip("qkv", (q, k, v), strict=True):
         check_kind(name, x, TILED_DTYPES if x is q else [q.dtype], like=q)
         if x.is_nested or x.layout != torch.strided:
             raise ValueError(f"{name} must be neither sparse nor nested, got layout {x.layout}")
@@ -432,7 +432,7 @@ def flash_attention(
     """
     is_shown = is_watched((q, k, v))
     if is_shown:
-        for name, x in (("q", q), ("k", k), ("v", v)):
+        for name, x in zip("qkv", (q, k, v), strict=True):
             check_kind(name, x, TILED_DTYPES, like=q)
     dtype = autocast_dtype(q)
     if dtype is not None:
