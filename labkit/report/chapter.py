@@ -287,7 +287,7 @@ class _Measurement(NamedTuple):
     sessions: list[Record]
 
 
-@functools.lru_cache(maxsize=16)  # chapters read one another's
+@functools.lru_cache(maxsize=64)  # chapters read one another's, a report those of all devices
 def _load(path: Path, state: tuple[int, ...]) -> list[_Measurement]:
     """Reads a file of records; its `state` tells its versions apart."""
     records = RecordStore(path).load(plain=True)
