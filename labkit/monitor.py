@@ -78,13 +78,6 @@ def cpu_quota() -> float | None:
     return min((int(limit[1]) / int(limit[2]) for limit in limits if limit), default=None)
 
 
-def _throttled_s() -> float:
-    """Returns for how long the quota kept cores from this process's groups, summed over cores."""
-    units = {"usec": 1e-6, "time": 1e-9}  # of v2 and v1
-    counters = re.findall(r"\bthrottled_(usec|time) (\d+)", " ".join(_cpu_files("cpu.stat")))
-    return sum(int(number) * units[unit] for unit, number in counters)
-
-
 def descendants(pid: str = "self") -> Iterator[str]:
     """Yields the living descendants of process `pid`."""
     with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -125,6 +118,9 @@ def _host_reading() -> _HostReading | None:
             after_name = (PROC / pid / "stat").read_text().rpartition(")")[2].split()
             own_s += sum(map(int, after_name[11:15])) / ticks_per_s
             waited_s |= _waits(pid)
+    # For how long the quota kept cores from this process's groups, summed over cores.
+    throttled = re.findall(r"\bthrottled_(usec|time) (\d+)", " ".join(_cpu_files("cpu.stat")))
+    units = {"usec": 1e-6, "time": 1e-9}  # of v2 and v1
     _, _, _, idle, waiting, _, _, stolen = ticks
     return _HostReading(
         time_s=time.monotonic(),
@@ -132,7 +128,7 @@ def _host_reading() -> _HostReading | None:
         stolen_s=stolen / ticks_per_s / (os.cpu_count() or 1),
         own_s=own_s,
         waited_s=waited_s,
-        throttled_s=_throttled_s(),
+        throttled_s=sum(int(number) * units[unit] for unit, number in throttled),
     )
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin
@@ -106,7 +106,7 @@ class Record:
     recorded_at: str = ""
     schema_version: int = SCHEMA_VERSION
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """What makes two records measurements of the same thing."""
         return json.dumps([self.notebook, self.section, self.case, self.phase], sort_keys=True)

@@ -1,13 +1,14 @@
 """What the fused kernels share: how they become PyTorch operators, and what they accept."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._library.triton import wrap_triton_enabled
+from torch._library import triton as torch_triton
 from torch.autograd import forward_ad
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -17,6 +18,25 @@ from labkit.kernels.launch import Launcher
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.
 IS_INTERPRETED = triton.knobs.runtime.interpret
+
+_find_kernels = torch_triton.get_inner_triton_kernels
+
+
+@dataclass
+class _Kernels:
+    """The kernels that an operator's function launches, found when the compiler asks for them.
+
+    PyTorch looks for them where an operator is made, and imports the compiler for that, seconds of
+    every process.
+    """
+
+    function: Callable
+
+    def __iter__(self) -> Iterator:
+        return iter(_find_kernels(self.function))
+
+
+torch_triton.get_inner_triton_kernels = _Kernels
 
 
 class Operator:
@@ -62,11 +82,11 @@ class Operator:
     def run(self, arguments: tuple):
         """Calls the function so that its kernels are launched, not traced."""
         # PyTorch's context manager for this takes longer than a launch.
-        wrap_triton_enabled.value = False
+        torch_triton.wrap_triton_enabled.value = False
         try:
             return self.function(*arguments)
         finally:
-            wrap_triton_enabled.value = True
+            torch_triton.wrap_triton_enabled.value = True
 
 
 def refuse_forward_mode(name: str) -> None:

@@ -22,7 +22,7 @@ from labkit.report.chapter import (
     versions_of,
 )
 from labkit.report.flash_attention import shape_name
-from labkit.report.frame import Row, by_way, cell, only, select, size_name, usable
+from labkit.report.frame import Row, by_way, cell, ok_rows, only, select, size_name, usable
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
 from labkit.report.verdicts import BETWEEN, CALL, DEVICE, WITHIN
 
@@ -254,8 +254,7 @@ def _ladder_part(chapters: Chapters) -> list[str]:
 
 def _entrants(rivals: pd.DataFrame) -> str:
     """Returns which implementations were measured, and which were not."""
-    phases = usable(rivals, "phase")["phase"]
-    impls = {phase.split(" ")[0] for phase in phases}
+    impls = {phase.split(" ")[0] for phase in usable(rivals, "phase")["phase"]}
     measured = [name for impl, name in ATTENTION.items() if impl in impls]
     others = [name for name in ATTENTION.values() if name not in measured]
     text = listing(measured)
@@ -320,9 +319,9 @@ def longest(frame: pd.DataFrame, **case: Any) -> str:
     rows = select(frame, **case)
     if rows.empty:
         return "not measured"
-    fits = rows["context"][rows["status"] == "ok"]
-    is_large = (rows["status"] == "oom") | rows["reason"].str.startswith("needs at least")
-    too_large = rows["context"][is_large]
+    fits = ok_rows(rows)["context"]
+    needs_more = rows["reason"].str.startswith("needs at least")
+    too_large = rows["context"][needs_more | (rows["status"] == "oom")]
     if fits.empty:
         return "not measured" if too_large.empty else "does not fit"
     return f"≥ {fits.max():,}" if too_large.empty else f"{fits.max():,}, not {too_large.min():,}"
@@ -379,10 +378,12 @@ def provenance(chapters: Chapters) -> str:
     first = first_of(chapters)
     every = session_records(chapters)
     shown = [record for chapter in chapters.values() for record in chapter.all_records()]
+    packages = dict.fromkeys(name for record in shown for name in record.software)
+    versions = filter(None, (versions_of(name, shown) for name in packages))
     lines = [
         f"Device: {_machine(first)}.",
         *(f"Lacking: {name}: {text}." for name, text in first.environment.get("lacks", {}).items()),
-        f"Software: {_versions(shown)}.",
+        f"Software: {', '.join(versions)}.",
         *disturbed_note(shown),
         *_power_note(first, shown),
     ]
@@ -408,11 +409,6 @@ def _machine(chapter: Chapter) -> str:
     if cpu:
         text += f"; host of the newest run {cpu['name']}, {cpu['num_cores']} cores"
     return text
-
-
-def _versions(records: Sequence[Record]) -> str:
-    packages = dict.fromkeys(name for record in records for name in record.software)
-    return ", ".join(filter(None, (versions_of(name, records) for name in packages)))
 
 
 def _power_note(chapter: Chapter, records: Sequence[Record]) -> list[str]:

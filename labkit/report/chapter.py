@@ -6,11 +6,10 @@ import base64
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 from IPython.display import Markdown
-from matplotlib.figure import Figure
 
 from labkit import notebooks
 from labkit.configs import FIGURES, RequestError
@@ -28,8 +27,11 @@ from labkit.records import (
     write_bytes_atomic,
     write_text_atomic,
 )
-from labkit.report import facts, figures, tables
+from labkit.report import facts, tables
 from labkit.report.text import listing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FIGURE = "labkit_figure"
 """Key in an output's metadata under which the report finds a figure's file name and caption."""
@@ -158,8 +160,7 @@ class Chapter:
             )
         commits = commits_of(records)
         commit = f"commit {commits}" if commits else ""
-        torch = versions_of("torch", records)
-        parts = [self.device_name, torch, dates_of(records), commit]
+        parts = [self.device_name, versions_of("torch", records), dates_of(records), commit]
         return Markdown(f"*{' · '.join(filter(None, parts))}*")
 
     def say(
@@ -201,13 +202,15 @@ class Chapter:
         return Markdown(f"*{caption}*\n\n{tables.to_markdown(frame)}")
 
     def figure(
-        self, build: Callable[..., Figure | None], *arguments, name: str, caption: str, **options
+        self, build: Callable[..., "Figure | None"], *arguments, name: str, caption: str, **options
     ) -> Drawn | Markdown:
         """Shows the figure `build(*arguments, **options)` and, where wanted, saves it as
         NN_name.svg.
 
         `caption` says what is drawn, with units.
         """
+        from labkit.report import figures  # matplotlib takes half a second; a plan draws nothing
+
         figure = _built(build, *arguments, **options)
         if figure is None:
             return self._nothing(caption, arguments)
@@ -287,7 +290,7 @@ class _Measurement(NamedTuple):
     sessions: list[Record]
 
 
-@functools.lru_cache(maxsize=16)  # chapters read one another's
+@functools.lru_cache(maxsize=64)  # chapters read one another's, a report those of all devices
 def _load(path: Path, state: tuple[int, ...]) -> list[_Measurement]:
     """Reads a file of records; its `state` tells its versions apart."""
     records = RecordStore(path).load(plain=True)

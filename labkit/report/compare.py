@@ -193,14 +193,13 @@ class Comparison:
         self.sources = f"{provenance(self.base, base)} {provenance(self.other, other)}"
         if len({versions_of("labkit", session_records(one)) for one in (base, other)}) > 1:
             self.sources += " Rows of labkit's own kernels compare its versions, too."
-        names = self.base, self.other
         ours = _measurements(base)
         theirs = _measurements(other)
         common = []
         apart = []
         for key in dict.fromkeys([*ours, *theirs]):
             pair = (ours.get(key), theirs.get(key))
-            sides = zip(names, pair, strict=True)
+            sides = zip((self.base, self.other), pair, strict=True)
             measured = [name for name, row in sides if row and row["status"] == "ok"]
             if not measured:
                 continue
@@ -227,11 +226,10 @@ class Comparison:
 def roofs(comparison: Comparison) -> pd.DataFrame:
     """Returns the card's rows: matrix products and the copy, and the longest device times."""
     rows = comparison.common
-    roof = select(rows, section=SESSION_SECTION)
     longest = select(rows, kind=verdicts.DEVICE).sort_values("base", ascending=False)
     # The longest of each chapter, so that no chapter fills the table.
     longest = longest.groupby("chapter").head(2)
-    return pd.concat([roof, longest])
+    return pd.concat([select(rows, section=SESSION_SECTION), longest])
 
 
 def _label(row: Row) -> str:
@@ -286,10 +284,10 @@ def findings(comparison: Comparison) -> list[str]:
     """Returns what the comparison says in sentences: the tally of each kind of time, the extremes,
     and what fits on one device alone.
     """
-    unmarked = comparison.common[comparison.common["mark"] == ""]
-    is_roof = unmarked["section"] == SESSION_SECTION
+    unmarked = select(comparison.common, mark="")
+    is_case = unmarked["section"] != SESSION_SECTION
     # Of a kernel shorter than that a device's launch overhead is the larger part.
-    measured = unmarked[~is_roof & (unmarked["base"] >= LEAST_MS)]
+    measured = unmarked[is_case & (unmarked["base"] >= LEAST_MS)]
     lines = []
     for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
         rows = select(measured, kind=kind)
@@ -300,8 +298,8 @@ def findings(comparison: Comparison) -> list[str]:
     device = select(measured, kind=verdicts.DEVICE).sort_values("ratio").to_dict("records")
     if device:
         for words, row in {"lowest": device[0], "highest": device[-1]}.items():
-            ratio = times(row["ratio"])
-            lines.append(f"The {words} ratio of device times is {ratio} ({_label(row)}).")
+            text = f"The {words} ratio of device times is {times(row['ratio'])} ({_label(row)})."
+            lines.append(text)
     for name, rows in select(comparison.apart, why="did not fit").groupby("measured on"):
         lines.append(
             f"{count(len(rows), 'measurement')} fit on {name} alone, such as "
@@ -356,13 +354,12 @@ def provenance(name: str, chapters: Chapters) -> str:
 def page(comparison: Comparison, images: Mapping[str, str]) -> str:
     """Returns the comparison in Markdown; `images` are the files of its figures by chapter."""
     base = comparison.base
-    other = comparison.other
     rows = roofs(comparison)
     parts = [
-        f"# {other} beside {base}",
+        f"# {comparison.other} beside {base}",
         comparison.sources,
-        f"A ratio of times says how many times as fast {other} is; of memory, how many times "
-        f"as much {base} takes. It is *level* within 3 % of 1. Device, sustained and call "
+        f"A ratio of times says how many times as fast {comparison.other} is; of memory, how many "
+        f"times as much {base} takes. It is *level* within 3 % of 1. Device, sustained and call "
         "times are compared with their own kind only. The lines below count unmarked rows of "
         f"{LEAST_MS:g} ms or more on {base}, roofs left out; the tables count all.",
         "\n".join(f"- {line}" for line in findings(comparison)),

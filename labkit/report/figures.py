@@ -274,7 +274,7 @@ def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> Non
     edge, below what is marked there already.
     """
     for marker, statuses in (("$?$", ["error", "timeout"]), ("x", ["oom"])):
-        failed = sorted(rows[x][rows["status"].isin(statuses)])
+        failed = sorted(select(rows, status=statuses)[x])
         # Bands, which lie deeper, are no marks.
         height = 0.97 - 0.05 * sum(one.zorder == 3 for one in axis.collections)
         if failed:

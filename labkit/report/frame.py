@@ -175,10 +175,10 @@ def by_way(
     for value in in_order(frame, [index])[index].unique() if len(frame) else ():
         line = {index: size_name(value) if index == "size" else value}
         for name, way in ways.items():
-            rows = select(frame, **{index: value}, **way).to_dict("records")
+            rows = select(frame, **{index: value}, **way)
             if len(rows) > 1:
                 raise ValueError(f"{name!r} names {len(rows)} rows of {index} {value}")
-            line[name] = text(rows[0]) if rows else "–"
+            line[name] = text(rows.iloc[0].to_dict()) if len(rows) else "–"
         lines.append(line)
     return pd.DataFrame(lines)
 
