@@ -27,6 +27,7 @@ from labkit.experiments.captured_step import (
 )
 from labkit.experiments.sections import run_section, section
 from labkit.experiments.sweep import Case, Measured
+from labkit.kernels import KERNEL_CLASSES
 from labkit.measure import profiling
 from labkit.measure.profiling import ProfileError, Trace
 from labkit.monitor import Monitor
@@ -130,7 +131,7 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
     """Returns the measurements of the phases that a capture holds, by their words: metrics, and in
     `observed` tables by kernel, class and range; of a phase that does not fit its status alone.
     """
-    table = profiling.launches(trace, STEP_PHASES)
+    table = profiling.launches(trace, STEP_PHASES, KERNEL_CLASSES)
     outermost = [path[0] if path else profiling.OUTSIDE for path in table["path"]]
     rows_of = dict(iter(table.groupby(outermost)))
     spans = trace.ranges.sort_values("start_ns").set_index("name")

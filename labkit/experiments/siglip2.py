@@ -34,6 +34,7 @@ from labkit.experiments.sections import (
     timed_with_peak,
 )
 from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.kernels import KERNEL_CLASSES
 from labkit.kernels.attention import FlashAttention3Function, unavailable_reason
 from labkit.measure.profiling import capture_with_kineto, launches
 from labkit.measure.timing import time_callable
@@ -329,7 +330,7 @@ def _measure_profile(work: Work, case: Case, phase: str) -> Measured:
         call()
     marked = torch.profiler.record_function(phase)(call)
     trace = capture_with_kineto(marked, work.device.kind)
-    table = launches(trace, (phase,))
+    table = launches(trace, (phase,), KERNEL_CLASSES)
     class_ms = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
     metrics = {"kernels_ms": float(class_ms.sum()), "num_launches": len(table)}
     metrics |= {f"{name}_ms": float(value) for name, value in class_ms.items() if value > 0}

@@ -24,19 +24,12 @@ _find_kernels = torch_triton.get_inner_triton_kernels
 
 @dataclass
 class _Kernels:
-    """The kernels that an operator's function launches, found when the compiler asks for them.
-
-    PyTorch looks for them where an operator is made, and imports the compiler for that, seconds of
-    every process.
-    """
+    """The kernels that an operator's function launches, found when the compiler asks for them."""
 
     function: Callable
 
     def __iter__(self) -> Iterator:
         return iter(_find_kernels(self.function))
-
-
-torch_triton.get_inner_triton_kernels = _Kernels
 
 
 class Operator:
@@ -52,7 +45,13 @@ class Operator:
         self.function = function
         self.gradients = None
         make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
-        self.op = make(f"labkit::{name}", function, mutates_args=())
+        # PyTorch would look for the kernels now, and import the compiler for that: seconds of every
+        # process.
+        torch_triton.get_inner_triton_kernels = _Kernels
+        try:
+            self.op = make(f"labkit::{name}", function, mutates_args=())
+        finally:
+            torch_triton.get_inner_triton_kernels = _find_kernels
         self.register_fake = self.op.register_fake
         if IS_INTERPRETED and not opaque:
             self.register_fake(function)

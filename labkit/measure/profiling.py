@@ -76,11 +76,11 @@ class ProfileError(RuntimeError):
 # everything that went into it.
 _KERNEL_PATTERNS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
-    ("attention", r"flash|fmha|attention|sdpa|hopper_(fwd|bwd)"),
-    ("optimizer", r"adam|multi_tensor_apply|fused_?optimizer|fused_?sgd|write_addresses"),
+    ("attention", r"flash|fmha|attention|sdpa"),
+    ("optimizer", r"adam|multi_tensor_apply|fused_?optimizer|fused_?sgd"),
     ("elementwise", r"^triton_poi"),
     ("softmax", r"soft_?max"),
-    ("normalisation", r"(layer|rms|batch|group|instance)_?norm|norm_(fwd|bwd)"),
+    ("normalisation", r"(layer|rms|batch|group|instance)_?norm"),
     ("reduction", r"^triton_(red|per)"),
     (
         "matmul",
@@ -90,7 +90,7 @@ _KERNEL_PATTERNS = (
     (
         "reduction",
         r"reduce|reduction|loss|embedding_backward|scan|cumsum|radixsort|grad_weight|partial|and_scatter"
-        r"|cross_entropy|column_sums",
+        r"|cross_entropy",
     ),
     (
         "elementwise",
@@ -383,22 +383,22 @@ def _with_own_times(operators: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
+def launches(trace: Trace, phases: Sequence[str], classes: Mapping[str, str] = {}) -> pd.DataFrame:
     """Returns the table of the module's docstring, in order of start.
 
     Args:
         trace: a capture.
         phases: names of the ranges that are phases; the outermost one of a path counts.
+        classes: of kernels whose names do not say them, by name.
     """
     table = trace.operations.sort_values("start_ns", kind="stable", ignore_index=True)
     names = table["name"].unique()
     if trace.source == "kineto cpu":
         short = {name: name[:96] for name in names}
-        kind = "operator"
+        kernel_classes = {name: classify(name, "operator") for name in names}
     else:
         short = distinct_names(names)
-        kind = "kernel"
-    kernel_classes = {name: classify(name, kind) for name in names}
+        kernel_classes = {name: classify(name) for name in names} | classes
     table["short_name"] = table["name"].map(short)
     table["kernel_class"] = table["name"].map(kernel_classes)
     table["path"] = _paths(table, trace.ranges)
