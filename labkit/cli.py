@@ -474,6 +474,7 @@ def plan(
     device: Annotated[
         str, Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
     ] = REFERENCE_DEVICE,
+    price: Annotated[float, Option(min=0, max=1e9, help="Of one GPU's hour, in any currency.")] = 0,
     d_model: DimensionOption = None,
     d_ff: DimensionOption = None,
     layers: DimensionOption = None,
@@ -505,7 +506,7 @@ def plan(
     )
     measured = report.measured_gpus(output)
     roofs = report.roofs_of(device, measured)
-    for line in report.lines(setting, roofs, measured):
+    for line in report.lines(setting, roofs, measured, price):
         print(line)
 
 

@@ -187,7 +187,7 @@ def test_a_device_has_measured_roofs_or_a_datasheet_or_is_refused(chapter, gpus)
         plan.roofs_of("abacus", gpus)
     assert plan.roofs_of("H100", gpus).source.startswith("measured on nvidia-h100")
     setting = replace(LARGE, context=16, num_gpus=8, gpu_way="fsdp")
-    text = "\n".join(plan.lines(setting, other, gpus))
+    text = "\n".join(plan.lines(setting, other, gpus, 2.0))
     # What the step sends takes longer than its kernels.
     rate, sent_ms = re.findall(r"(\S+)(?: tokens/s a GPU at best| ms a step)", text)
     assert float(rate) == pytest.approx(64e3 / float(sent_ms), rel=0.01)

@@ -152,8 +152,14 @@ def test_compare_shows_what_both_have_and_writes_it(tmp_path):
 
 
 def test_plan_says_whether_a_step_fits_and_how_long_it_takes():
-    result = labkit("plan", "2.7b", "--context", "8192", "--gpus", "2")
+    result = labkit("plan", "2.7b", "--context", "8192", "--gpus", "2", "--price", "3")
     assert result.exit_code == 0, result.output
-    for words in ("does not fit", "It fits with --recompute", "Device time", "ddp over 2"):
+    for words in (
+        "does not fit",
+        "It fits with --recompute",
+        "Device time",
+        "ddp over 2",
+        "at 3.00",
+    ):
         assert words in result.output
     assert "GiB, fits" in labkit("plan", "small", "--device", "RTX 4090").output

@@ -591,11 +591,14 @@ def _peaks(sheet: Datasheet) -> pd.Series:
     return pd.Series({"copy": sheet.memory_gb_per_s * 1e9, **peaks})
 
 
-def lines(setting: Setting, roofs: Roofs, gpus: Mapping[str, Chapter]) -> list[str]:
+def lines(
+    setting: Setting, roofs: Roofs, gpus: Mapping[str, Chapter], price: float = 0
+) -> list[str]:
     """Returns what `labkit plan` prints, a line a statement.
 
     Args:
-        gpus: to whose records time is fitted.
+        gpus: to whose records time is fitted; price: of an hour of one device, for the cost of a
+            million tokens.
     """
     config = setting.config
     millions = number(accounting.num_parameters(config) / 1e6)
@@ -606,7 +609,7 @@ def lines(setting: Setting, roofs: Roofs, gpus: Mapping[str, Chapter]) -> list[s
         f"attention {setting.attention}, {setting.way}, recompute {setting.recompute}, {shared}.",
         *_memory_lines(setting, roofs.memory_bytes),
         *_error_line("memory", select(memory_errors(gpus.values()), way=setting.way)),
-        *_time_lines(setting, roofs, samples(gpus.values())),
+        *_time_lines(setting, roofs, price, samples(gpus.values())),
         f"Roofs: {roofs.source}.",
     ]
 
@@ -641,7 +644,7 @@ LINK_BYTES_PER_S = 300e9
 """Bandwidth of a ring over NVLink on Hopper, as chapter 07 measures it for large messages."""
 
 
-def _time_lines(setting: Setting, roofs: Roofs, measured: pd.DataFrame) -> list[str]:
+def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataFrame) -> list[str]:
     if setting.precision not in roofs.rates:
         return [f"Time: no rate of {setting.precision} is known."]
     num_alike = len(select(measured, way=setting.way))
@@ -688,6 +691,9 @@ def _time_lines(setting: Setting, roofs: Roofs, measured: pd.DataFrame) -> list[
             f"at best it runs during the {number(step_ms)} ms of kernels, else it is added to "
             "them; other links take longer."
         )
+    if price:
+        cost = price / 3600 / rate * 1e6
+        lines.append(f"{number(cost)} a million tokens at {number(price)} an hour.")
     for held_out in ("size", "context", "device"):
         words = f"time with its {held_out} held out"
         if held_out == "device":
