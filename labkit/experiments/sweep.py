@@ -172,7 +172,7 @@ _OUT_OF_MEMORY_TEXTS = (
 )
 
 
-def _failure(error: BaseException) -> tuple[str, str]:
+def failure(error: BaseException) -> tuple[str, str]:
     """Returns the status and the reason of a record whose measurement raised `error`."""
     import torch
 
@@ -229,7 +229,7 @@ def _worker_main(connection: Connection, is_rehearsal: bool) -> None:
                 finally:
                     del run  # it holds the case's tensors, which would lie beside the next case's
         except BaseException as error:
-            status, reason = _failure(error)
+            status, reason = failure(error)
             # What fails in a function of the user's is told in its record alone.
             if status == "error" and not case.entrants:
                 traceback.print_exception(error)
@@ -294,9 +294,13 @@ def _experiment_of(notebook: str) -> str:
     return f"labkit.experiments.{notebook.split('_', 1)[1]}"
 
 
+def first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:500]
+
+
 def _unmeasured(case: Case, status: str, reason: str) -> Measured:
-    """Returns what becomes of a phase that has no metrics; the reason is one line."""
-    return Measured({}, case.parameters, status=status, reason=reason.strip().split("\n")[0][:500])
+    """Returns what becomes of a phase that has no metrics."""
+    return Measured({}, case.parameters, status=status, reason=first_line(reason))
 
 
 def _checked(case: Case, phase: str, measured: Measured) -> Measured:
