@@ -84,10 +84,8 @@ LOCK_HELD = "LABKIT_LOCK_HELD"
 """Environment variable that tells child processes which device's lock this process holds for them.
 """
 
-PRELOADED = ("labkit.experiments.bench", "torch._dynamo")
-"""What the server imports beside the chapters' experiments; each worker would take seconds to
-import the last one for its first optimizer.
-"""
+PRELOADED = ("labkit.experiments.preloaded",)
+"""What the server imports."""
 
 
 @dataclass(frozen=True)
@@ -257,16 +255,13 @@ def _worker_context() -> multiprocessing.context.BaseContext:
         # PyTorch's default is a folder that another user may have made and filled, and it loads
         # code from there.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
-    # One server serves the sessions of all notebooks.
-    preloaded = [*map(_experiment_of, notebooks.names()), *PRELOADED]
     if not has_gpu_driver():
-        # With a GPU, which the server must not touch, each worker imports the compiler.
-        preloaded.append("torch._inductor.compile_fx")
-        # Otherwise it test-compiles for each instruction set of the processor, seconds each, to
-        # detect builds of PyTorch by compilers that nobody uses today.
+        # Otherwise the compiler test-compiles for each instruction set of the processor, seconds
+        # each, to detect builds of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    # One server serves the sessions of all notebooks.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preloaded)
+    context.set_forkserver_preload(list(PRELOADED))
     # The server sees that the session has ended only when it has imported all of that; the guard
     # ends it at once.
     guard.move_temporary_files()
@@ -289,7 +284,7 @@ def _worker_context() -> multiprocessing.context.BaseContext:
     return context
 
 
-def _experiment_of(notebook: str) -> str:
+def experiment_of(notebook: str) -> str:
     """Returns the name of the module that measures what a notebook shows."""
     return f"labkit.experiments.{notebook.split('_', 1)[1]}"
 
@@ -504,7 +499,8 @@ class Session:
         subfolder: of the device's folder, for what is kept apart from the chapters.
 
     Raises:
-        RequestError: another device than this machine, an unknown profile, size or other value.
+        RequestError: another device than this machine, an unknown profile, size or other value, or
+            an experiment that cannot be imported.
         RecordError: the record file cannot be read.
     """
 
@@ -520,9 +516,15 @@ class Session:
         subfolder: str = "",
     ):
         self.notebook = notebook
-        self.module_name = _experiment_of(notebook)
+        self.module_name = experiment_of(notebook)
         _worker_context()  # starts loading the experiments in the server
-        self.experiment = importlib.import_module(self.module_name)
+        try:
+            self.experiment = importlib.import_module(self.module_name)
+        except Exception as error:
+            _, reason = failure(error)
+            raise RequestError(
+                f"{self.module_name} cannot be imported: {first_line(reason)}"
+            ) from error
         self.device = measured_by(notebook)
         if device not in (THIS_DEVICE, self.device.slug, detect().slug):
             raise RequestError(
