@@ -87,6 +87,25 @@ def test_a_dry_run_counts_each_case_once_and_what_will_not_fit(rounds, tmp_path,
     assert rounds == [] and not list(tmp_path.iterdir())
 
 
+def test_what_the_report_could_not_read_ends_a_run_before_it_measures(
+    rounds, tmp_path, monkeypatch
+):
+    claim_gpu(monkeypatch)
+    damaged = tmp_path / "2x-a-gpu" / "records" / "07_distributed.jsonl"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{}\n")
+    error = labkit("run", "05", "-o", tmp_path).exception
+    assert f"{damaged}, line 1: schema version None" in str(error) and not rounds
+
+
+def test_a_chapter_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sweep, "experiment_of", lambda _: "broken")
+    error = labkit("run", "05", "-o", tmp_path).exception
+    assert str(error) == "broken cannot be imported: ZeroDivisionError: division by zero"
+
+
 def test_the_bar_counts_the_expected_seconds_of_all_sessions(tmp_path, monkeypatch, capsys):
     log = tmp_path / "log"
     seconds = {"slow": 10.0, "quick": 0.001}
