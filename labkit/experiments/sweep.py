@@ -40,6 +40,7 @@ from tqdm import tqdm
 
 from labkit import guard, notebooks
 from labkit.configs import (
+    ALL_DEVICES,
     FIGURES,
     REFERENCE_DEVICE,
     SIGLIP2_SIZES,
@@ -682,8 +683,12 @@ DEFAULT_S = 2.0
 
 @cache
 def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
-    """Returns what a phase of each section of a notebook took on the reference device, or on a CPU
-    that was measured: the mean gap between the records of a session; {} where nothing is at hand.
+    """Returns what a phase took on the reference device, or on a CPU that was measured, by its
+    section, and by `_name` of its case; {} where nothing is at hand.
+
+    That is the mean time since the record before it. The ranks of chapter 07 measure the phases of
+    a case at once, and the first of them has all of its time, the first of a session that since it
+    began.
     """
     import pandas as pd
 
@@ -693,15 +698,28 @@ def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
         if frame.empty:  # of a run that ended before its first record was whole
             continue
         times = pd.to_datetime(frame["recorded_at"])
-        gaps = times.groupby(frame["session"]).diff().dt.total_seconds()
-        return gaps.groupby(frame["section"]).mean().dropna().to_dict()
+        since = times.groupby(frame["session"]).shift()
+        if notebook in ALL_DEVICES:
+            began = pd.to_datetime(frame["session"].str.split("-").str[0])
+            # Other chapters may have been measured before the host.
+            since = since.fillna(began.where(~frame["section"].isin(SESSION_SECTIONS)))
+        frame["seconds"] = (times - since).dt.total_seconds()
+        frame["name"] = list(map(_name, frame["section"], frame["case"]))
+        means = [frame.groupby(key)["seconds"].mean().dropna() for key in ("section", "name")]
+        return dict(pd.concat(means))
     return {}
+
+
+def _name(section: str, parameters: dict) -> str:
+    return f"{section} {json.dumps(parameters, sort_keys=True)}"
 
 
 def expected_seconds(session: Session, case: Case) -> float:
     """Returns how long a case will take, as far as that is known."""
     seconds = _seconds_at_hand(session.notebook, session.device.kind)
-    return max(0.05, seconds.get(case.section, DEFAULT_S)) * len(case.phases)
+    of_section = seconds.get(case.section, DEFAULT_S)
+    of_phase = seconds.get(_name(case.section, case.parameters), of_section)
+    return max(0.05, of_phase) * len(case.phases)
 
 
 def progress_bar(sessions: Sequence[Session]) -> tqdm:
