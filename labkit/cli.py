@@ -296,7 +296,10 @@ def _write_report(
     from labkit.report import card, render
     from labkit.report.text import disturbed_note
 
-    measured = records.newest_of(folders)
+    measured = {
+        name: records.newest(records.RecordStore(folder / "records" / f"{name}.jsonl").load())
+        for name, folder in folders.items()
+    }
     print(file=sys.stderr)
     for name in folders:
         print(f"{name}: {card.status_counts(measured[name]) or 'no records'}")

@@ -85,7 +85,7 @@ LOCK_HELD = "LABKIT_LOCK_HELD"
 """Environment variable that tells child processes which device's lock this process holds for them.
 """
 
-PRELOADED = ("labkit.experiments.preloaded",)
+PRELOADED = ["labkit.experiments.preloaded"]
 """What the server imports."""
 
 
@@ -262,7 +262,7 @@ def _worker_context() -> multiprocessing.context.BaseContext:
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # One server serves the sessions of all notebooks.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(PRELOADED)
     # The server sees that the session has ended only when it has imported all of that; the guard
     # ends it at once.
     guard.move_temporary_files()
