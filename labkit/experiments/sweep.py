@@ -20,13 +20,14 @@ import os
 import secrets
 import signal
 import stat
+import statistics
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -690,23 +691,23 @@ def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
     a case at once, and the first of them has all of its time, the first of a session that since it
     began.
     """
-    import pandas as pd
-
     pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
     for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl")):
-        frame = pd.DataFrame(map(vars, RecordStore(path).load()))
-        if frame.empty:  # of a run that ended before its first record was whole
-            continue
-        times = pd.to_datetime(frame["recorded_at"])
-        since = times.groupby(frame["session"]).shift()
-        if notebook in ALL_DEVICES:
-            began = pd.to_datetime(frame["session"].str.split("-").str[0])
+        seconds = defaultdict(list)
+        since = {}  # by session
+        for record in RecordStore(path).load():
+            at = datetime.datetime.fromisoformat(record.recorded_at)
             # Other chapters may have been measured before the host.
-            since = since.fillna(began.where(~frame["section"].isin(SESSION_SECTIONS)))
-        frame["seconds"] = (times - since).dt.total_seconds()
-        frame["name"] = list(map(_name, frame["section"], frame["case"]))
-        means = [frame.groupby(key)["seconds"].mean().dropna() for key in ("section", "name")]
-        return dict(pd.concat(means))
+            if notebook in ALL_DEVICES and record.section not in SESSION_SECTIONS:
+                began = datetime.datetime.strptime(record.session[:16], "%Y%m%dT%H%M%S%z")
+                since.setdefault(record.session, began)
+            if record.session in since:
+                took_s = (at - since[record.session]).total_seconds()
+                seconds[record.section].append(took_s)
+                seconds[_name(record.section, record.case)].append(took_s)
+            since[record.session] = at
+        if seconds:  # otherwise of a run that ended before its first record was whole
+            return {name: statistics.fmean(times) for name, times in seconds.items()}
     return {}
 
 
