@@ -215,7 +215,9 @@ def run(
     root = _writable(output)
     folders = {name: root / measured_by(name).slug for name in names}
     # Fails now, not after hours of measuring, if the report could not read something.
-    records.newest_of(folders)
+    shown = [records.folder_of(root, device.slug, name) for name in notebooks.names()]
+    for folder in {*folders.values(), *shown}:
+        records.check(folder)
     if not dry_run:
         # Until this command ends, so that its rendering disturbs no other run.
         context.with_resource(sweep.measuring_lock(device, ", ".join(names), wait=not no_wait))
@@ -294,7 +296,10 @@ def _write_report(
     from labkit.report import card, render
     from labkit.report.text import disturbed_note
 
-    measured = records.newest_of(folders)
+    measured = {
+        name: records.newest(records.RecordStore(folder / "records" / f"{name}.jsonl").load())
+        for name, folder in folders.items()
+    }
     print(file=sys.stderr)
     for name in folders:
         print(f"{name}: {card.status_counts(measured[name]) or 'no records'}")

@@ -16,7 +16,7 @@ import reprlib
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
 from itertools import pairwise
@@ -324,14 +324,6 @@ def check(folder: Path) -> dict[str, list[Record]]:
     return records
 
 
-def newest_of(folders: Mapping[str, Path]) -> dict[str, list[Record]]:
-    """Returns the newest records of each notebook in the folder named with it; every folder is
-    checked once.
-    """
-    checked = {folder: check(folder) for folder in dict.fromkeys(folders.values())}
-    return {name: checked[folder].get(name, []) for name, folder in folders.items()}
-
-
 def single(device: str) -> str:
     """Returns the slug of one of several devices: "gpu" of "2x-gpu"."""
     return re.sub(r"^\d+x-", "", device)
@@ -478,8 +470,7 @@ class RecordStore:
             kept = self.path.with_suffix(".torn")
             where = f"{len(torn)} bytes of a torn line, now in {kept.name}"
             print(f"labkit: {self.path} ended in {where}", file=sys.stderr)
-            with open(kept, "ab") as file:
-                file.write(torn + b"\n")
+            write_bytes_atomic(kept, (_read_bytes(kept) or b"") + torn + b"\n")
             os.truncate(self.path, len(content) - len(torn))
 
     @contextlib.contextmanager

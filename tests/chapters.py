@@ -8,7 +8,7 @@ import pytest
 
 from labkit import notebooks
 from labkit.device import Device, cpu_name, slugify
-from labkit.experiments.sweep import Case, Measured
+from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.records import HOST_SECTION, Record, RecordStore
 
 CPU = Device("cpu", "a processor", "cpu-a-processor")
@@ -28,8 +28,8 @@ def measure(run_case, case: Case, ceilings: dict[str, float] | None = None) -> d
 def measure_all(
     run_case, case: Case, ceilings: dict[str, float] | None = None
 ) -> tuple[dict[str, Measured], dict[str, Exception]]:
-    """Returns what the phases give, as the session's worker would: after a failure the rest is
-    asked for again.
+    """Returns what the phases give, as the session's worker would: after a failure, but for a Skip,
+    the rest is asked for again.
     """
     remaining, measured, failed = list(case.phases), {}, {}
     while remaining:
@@ -40,7 +40,8 @@ def measure_all(
                 measured[phase] = measure_phase()
             except Exception as error:
                 failed[phase] = error
-                break
+                if not isinstance(error, Skip):
+                    break
     return measured, failed
 
 

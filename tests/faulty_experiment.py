@@ -248,9 +248,7 @@ def prepare(stderr: Path) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     # Workers that need neither a compiler nor a chapter need not wait for them.
-    sweep.PRELOADED = ()
-    sweep.notebooks.names = list
-    sweep.has_gpu_driver = lambda: True
+    sweep.PRELOADED = []
     source_state()
 
 

@@ -23,7 +23,7 @@ from chapters import CPU, in_section, measure, measure_all
 from torch.optim.adamw import adamw
 
 from labkit.configs import ModelConfig, RequestError
-from labkit.experiments import bench, operations
+from labkit.experiments import bench, operations, sweep
 from labkit.experiments.contest import Implementation
 from labkit.models.transformer import TransformerLM
 
@@ -351,6 +351,21 @@ def test_what_cannot_be_asked_is_one_line(tmp_path, asked, message):
     with pytest.raises(RequestError, match=message) as raised:
         bench.bench(options.pop("function", right), **options)
     assert "\n" not in str(raised.value) and not list(tmp_path.iterdir())
+
+
+@on_cpu
+def test_a_pass_that_runs_out_of_time_names_the_option(monkeypatch, tmp_path):
+    def late(sessions):
+        (session,) = sessions
+        case = session.cases[-1]
+        with session.store.locked():
+            session.store.append(
+                session._record(case, "ours step", sweep._unmeasured(case, "timeout", "late"))
+            )
+
+    monkeypatch.setattr(bench, "measure", late)
+    frame = bench.bench(op="adamw", against="ours", output=str(tmp_path))
+    assert frame["reason"].tolist() == ["late; timeout_s (--timeout) allows more"]
 
 
 WRAPPERS = """

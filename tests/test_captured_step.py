@@ -110,10 +110,11 @@ def test_the_program_goes_on_after_what_does_not_fit_and_ends_at_another_failure
     with pytest.raises(RuntimeError):
         main([word for case in cases for word in case])
     assert [name for name in names if name.startswith(("step ", "oom ", "error "))] == [
-        "oom nano 16 fp32 eager inference CUDA out of memory. Tried to allocate 20 GiB",
+        "oom nano 16 fp32 eager inference OutOfMemoryError: CUDA out of memory. Tried to allocate "
+        "20 GiB",
         "step 0 nano 8 fp32 eager inference",
         "step 1 nano 8 fp32 eager inference",
-        "error it broke",
+        "error nano 64 fp32 eager inference RuntimeError: it broke",
     ]
 
 

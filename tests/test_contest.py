@@ -16,7 +16,7 @@ from labkit.configs import PASSES
 from labkit.device import Device
 from labkit.experiments import contest, flash_attention, operations, sections, siglip2
 from labkit.experiments.flash_attention import run_case
-from labkit.experiments.sweep import Case
+from labkit.experiments.sweep import Case, Skip
 from labkit.kernels.reference import attention_reference
 from labkit.numerics import judge
 
@@ -135,6 +135,19 @@ def test_a_wrong_gradient_is_not_timed_and_the_right_output_is(monkeypatch):
     assert set(failed) == {"sdpa_flash backward", "sdpa_flash forward_backward"}
     assert all("wrong:" in str(error) for error in failed.values())
     assert set(measured) == set(case.phases) - set(failed)
+
+
+@on_cpu
+def test_what_an_implementation_skips_is_not_timed_and_the_other_is(monkeypatch):
+    def skip(out):
+        raise Skip("no such unit")
+
+    sabotage(monkeypatch, "sdpa_flash", skip)
+    case = contest_case("sdpa_flash", "tiled", names=("forward", "forward_backward"))
+    measured, failed = measure(case)
+    assert set(measured) == {"tiled forward", "tiled forward_backward"}
+    assert {str(error) for error in failed.values()} == {"no such unit"}
+    assert not measure(contest_case("sdpa_flash", timed="alone: sdpa_flash"))[0]
 
 
 @on_cpu

@@ -132,6 +132,9 @@ def test_a_chapter_is_one_experiment_one_report_and_one_notebook(tmp_path):
     (tmp_path / "labkit" / "report" / "sorting.py").write_text(REPORT)
     (tmp_path / "notebooks").mkdir()
     write_notebook(tmp_path / "notebooks" / "90_sorting.ipynb")
+    # Another that cannot be imported harms none.
+    (tmp_path / "labkit" / "experiments" / "broken.py").write_text("1 / 0")
+    write_notebook(tmp_path / "notebooks" / "91_broken.ipynb")
     words = "-m labkit run 90 --profile smoke --output out".split()
     # A socket's path may have 107 characters.
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:

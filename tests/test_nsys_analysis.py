@@ -84,17 +84,20 @@ def test_cases_share_one_capture(measured):
     second = measured(None, later)
     assert second.case == later.parameters and experiment._captured == {}
     assert nsys.commands == [" ".join(STEPS).split()]
-    # What does not fit is not tried a second time.
-    nsys = FakeNsys(STEPS[1:], f"oom {STEPS[0]} too large")
-    unfit = measured(nsys, case)
-    assert (unfit.status, unfit.reason) == ("oom", "too large")
-    assert measured(None, later).status == "ok"
 
 
-def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for(measured):
-    case = ProfiledCase("profiles", parameters(context=32), ("train_step",), 300.0)
-    with pytest.raises(RuntimeError, match="it broke"):
-        measured(FakeNsys(STEPS, "error it broke"), case)
+@pytest.mark.parametrize("status", ["oom", "error"])
+def test_what_fails_in_the_captured_process_fails_once(measured, status):
+    """At its own turn, though others are captured before it, and whatever it ran before."""
+    later = ProfiledCase("profiles", parameters(context=16), ("train_step",), 300.0)
+    case = dataclasses.replace(later, parameters=parameters(context=8))
+    nsys = FakeNsys(STEPS, f"{status} {STEPS[1]} it broke")
+    assert measured(nsys, case).status == "ok"
+    failed = measured(None, later)
+    assert (failed.status, failed.reason, failed.metrics) == (status, "it broke", {})
+    other = dataclasses.replace(later, parameters=parameters(context=32))
+    with pytest.raises(ProfileError, match="ended before its first step"):
+        measured(nsys, other)
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error():

@@ -123,6 +123,11 @@ def test_a_last_line_torn_at_any_byte_costs_only_itself(store, monkeypatch, caps
         assert f"ended in {end - start} bytes of a torn line" in capsys.readouterr().err
         append(store, PHASES[2])
         assert store.load() == PHASES
+    torn.unlink()
+    torn.mkdir()
+    store.path.write_bytes(whole[:-1])
+    with pytest.raises(RecordError, match=f"{torn}: cannot be"):
+        store.repair()
 
 
 HOLDER = """

@@ -109,7 +109,7 @@ def test_records_of_another_device_are_refused(folder):
             chapter(asked).records("steps")
 
 
-def test_a_chapter_alone_makes_a_page_that_says_what_is_missing(folder):
+def test_a_chapter_alone_makes_a_page_that_says_what_is_missing(folder, monkeypatch):
     done = folder / "records" / f"{NOTEBOOK}.done.json"
     done.write_text(json.dumps({**json.loads(done.read_text()), "num_missing": 7}))
     (path,) = render.rebuild(REFERENCE_DEVICE, output=folder.parent)
@@ -120,6 +120,10 @@ def test_a_chapter_alone_makes_a_page_that_says_what_is_missing(folder):
     assert "that are not recorded: 7 of 01.**" in page
     with pytest.raises(ValueError, match=f"'abacus'.*measured: {REFERENCE_DEVICE}"):
         render.rebuild("abacus", output=folder.parent)
+    done.write_text('{"num_missing": ""}')
+    monkeypatch.setattr(notebooks, "show", None)  # nothing is executed before it is refused
+    with pytest.raises(RecordError, match="num_missing is ''; accepted: int"):
+        render.rebuild(REFERENCE_DEVICE, output=folder.parent)
 
 
 def test_where_several_gpus_alone_are_measured_the_report_makes_its_folder(tmp_path):

@@ -87,11 +87,43 @@ def test_a_dry_run_counts_each_case_once_and_what_will_not_fit(rounds, tmp_path,
     assert rounds == [] and not list(tmp_path.iterdir())
 
 
+def test_what_the_report_could_not_read_ends_a_run_before_it_measures(
+    rounds, tmp_path, monkeypatch
+):
+    claim_gpu(monkeypatch)
+    damaged = tmp_path / "2x-a-gpu" / "records" / "07_distributed.jsonl"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{}\n")
+    error = labkit("run", "05", "-o", tmp_path).exception
+    assert f"{damaged}, line 1: schema version None" in str(error) and not rounds
+
+
+def test_a_chapter_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sweep, "experiment_of", lambda _: "broken")
+    error = labkit("run", "05", "-o", tmp_path).exception
+    assert str(error) == "broken cannot be imported: ZeroDivisionError: division by zero"
+
+
+def test_ranks_that_measure_all_phases_at_once_take_from_the_sessions_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "FIGURES", tmp_path)
+    name = "07_distributed"
+    (tmp_path / "cpu-a" / "records").mkdir(parents=True)
+    store = sweep.RecordStore(tmp_path / "cpu-a" / "records" / f"{name}.jsonl")
+    when = {"session": "20261127T093048Z-45ae", "recorded_at": "2026-11-27T09:35:28+00:00"}
+    for phase in ("all_reduce", "broadcast"):
+        store.append(sweep.Record(name, "collectives", {"ranks": 4}, phase, "cpu-a", 1, **when))
+    seconds = {"collectives": 140.0, 'collectives {"ranks": 4}': 140.0}
+    assert sweep._seconds_at_hand.__wrapped__(name, "cpu") == seconds
+
+
 def test_the_bar_counts_the_expected_seconds_of_all_sessions(tmp_path, monkeypatch, capsys):
     log = tmp_path / "log"
-    seconds = {"slow": 10.0, "quick": 0.001}
-    monkeypatch.setattr(sweep, "_seconds_at_hand", lambda *_: seconds)
     slow, quick, unknown = (make_case(name, log, section=name) for name in ("slow", "quick", "new"))
+    # A case that was measured knows more than its section.
+    seconds = {"slow": 1.0, sweep._name("slow", slow.parameters): 10.0, "quick": 0.001}
+    monkeypatch.setattr(sweep, "_seconds_at_hand", lambda *_: seconds)
     sessions = [
         open_session(tmp_path / "a", [slow, quick]),
         open_session(tmp_path / "b", [unknown]),

@@ -391,6 +391,7 @@ def bench(
     frame[["implementation", "pass"]] = frame.pop("phase").str.split(" ", expand=True).values
     frame = frame.reindex(columns=COLUMNS)
     frame["held_to"] = HELD_TO.get(op, "fp64")
+    frame.loc[frame["status"] == "timeout", "reason"] += "; timeout_s (--timeout) allows more"
     return frame.sort_values(["pass", "median_ms"], ignore_index=True)
 
 

@@ -4,7 +4,8 @@ ranges alone.
 As a program it runs the steps of cases: `python -m labkit.experiments.captured_step SIZE CONTEXT
 PRECISION ATTENTION PHASE …`. The capture itself says what became of each, by the names of ranges:
 "step 0 SIZE …" and "step 1 SIZE …" as read back from the live objects; "oom SIZE …" for one that
-does not fit, after which the others are run; "error …" for another failure, which ends the program.
+does not fit, after which the others are run; "error SIZE …" for another failure, which ends the
+program. The reason stands behind the words of the last two.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from torch.profiler import record_function
 from labkit.device import Device, detect
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.step import Step, step_parameters
+from labkit.experiments.sweep import failure, first_line
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, Trace
 from labkit.measure.timing import collector_paused, synchronize
@@ -157,14 +159,23 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
     nsys = nsys_on(device)
     path = Path(f"{output}.{'nsys-rep' if nsys else 'json'}")
     trace = capture(nsys, device, [case], timeout_s=600.0, keep=path, stacks=True)
-    for name in trace.ranges["name"]:
-        if name.startswith(("oom ", "error ")):
-            raise RuntimeError(f"{name}; {path} holds what came before")
+    for words, (status, reason) in failures(trace).items():
+        raise RuntimeError(f"{status} {' '.join(words)} {reason}; {path} holds what came before")
     return path
 
 
+def failures(trace: Trace) -> dict[tuple[str, ...], tuple[str, str]]:
+    """Returns status and reason of the captured steps that failed, by their words."""
+    found = {}
+    for name in trace.ranges["name"]:
+        if name.startswith(("oom ", "error ")):
+            status, *words, reason = name.split(maxsplit=6)
+            found[tuple(words)] = status, reason
+    return found
+
+
 def main(words: Sequence[str]) -> None:
-    """Runs the cases that the words name, five each; a range names what failed."""
+    """Runs the cases that the words name, five each; a range names one that failed."""
     device = detect()
     marker = torch.cuda.nvtx.range if device.kind == "cuda" else record_function
     gc.freeze()  # otherwise each collection would walk through all modules
@@ -173,19 +184,14 @@ def main(words: Sequence[str]) -> None:
             case = words[first : first + 5]
             try:
                 run_cases(device, [case], marker)
-            except torch.OutOfMemoryError as error:
-                with marker(f"oom {' '.join(case)} {_first_line(error)}"):
-                    pass
+            except Exception as error:
+                status, reason = failure(error)
+                with marker(f"{status} {' '.join(case)} {first_line(reason)}"):
+                    if status != "oom":
+                        raise
             empty_cache()  # not above: the error holds the step's tensors
-    except Exception as error:
-        with marker(f"error {_first_line(error)}"):
-            raise
     finally:
         gc.unfreeze()  # or its modules are reported as leaks when the process ends
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0][:500]
 
 
 if __name__ == "__main__":

@@ -479,9 +479,12 @@ def contest(operation: Operation, case: Case) -> Iterator[PhaseRun]:
                 verdicts[impl] = operation.judge(impl, name)
             except Exception as error:
                 if impl in impls:
-                    # It ends the process; the next goes on.
+                    # It ends the process, but for a Skip; the next goes on.
                     yield f"{impl} {name}", functools.partial(_raise, error)
-        for impl, timed, metrics in time_in_turn(operation, case, name, impls, verdicts):
+        judged = [impl for impl in impls if impl in verdicts]
+        if not judged:
+            continue
+        for impl, timed, metrics in time_in_turn(operation, case, name, judged, verdicts):
             yield f"{impl} {name}", functools.partial(measure, impl, name, timed, metrics)
 
 

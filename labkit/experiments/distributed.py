@@ -246,7 +246,7 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
         raise ValueError(
             f"loss {first['loss']}, {expected} expected, {alone} without communication"
         )
-    timing = slowest(ranks, NUM_WARMUP + 1, "time limit")
+    timing = slowest(ranks, NUM_WARMUP + 1)
     metrics = {**timing.metrics(), "loss": first["loss"], "loss_deviation": deviation}
     for name, size in first["memory"].items():
         if size is not None:

@@ -21,6 +21,7 @@ from labkit.device import Device
 from labkit.experiments.captured_step import (
     NUM_WARMUP,
     capture,
+    failures,
     nsys_on,
     parameters_of,
     words_of,
@@ -117,9 +118,6 @@ def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
         for other, measured in measurements(trace).items():
             _captured[other] = replace(measured, telemetry=monitor.summary)
         if words not in _captured:
-            for name in trace.ranges["name"]:
-                if name.startswith("error "):
-                    raise RuntimeError(name.removeprefix("error "))
             raise ProfileError("the captured process ended before its first step")
     return _captured.pop(words)
 
@@ -129,16 +127,21 @@ run_case = functools.partial(run_section, {"profiles": section(_measure)})
 
 def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
     """Returns the measurements of the phases that a capture holds, by their words: metrics, and in
-    `observed` tables by kernel, class and range; of a phase that does not fit its status alone.
+    `observed` tables by kernel, class and range; of a phase that failed its status alone.
     """
     table = profiling.launches(trace, STEP_PHASES, KERNEL_CLASSES)
     outermost = [path[0] if path else profiling.OUTSIDE for path in table["path"]]
     rows_of = dict(iter(table.groupby(outermost)))
     spans = trace.ranges.sort_values("start_ns").set_index("name")
     lasted_ms = (spans["end_ns"] - spans["start_ns"]) / 1e6
-    results = {}
+    results = {
+        words: Measured({}, parameters_of(*words[:-1]), status=status, reason=reason)
+        for words, (status, reason) in failures(trace).items()
+    }
     for name in spans.index[spans.index.str.startswith("step 1 ")]:
         words = tuple(name.split()[2:])
+        if words in results:
+            continue
         marked_name = name.replace("step 1", "step 0", 1)
         for step in (marked_name, name):
             if step not in rows_of:
@@ -156,11 +159,6 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
         observed = {"tables": tables, "profiler": trace.source, "profiler_version": trace.version}
         timer = {"method": trace.source, "num_warmup": NUM_WARMUP}
         results[words] = Measured(metrics, parameters_of(*words[:-1]), observed, timer=timer)
-    for name in spans.index[spans.index.str.startswith("oom ")]:
-        _, *words, reason = name.split(maxsplit=6)
-        results[tuple(words)] = Measured(
-            {}, parameters_of(*words[:-1]), status="oom", reason=reason
-        )
     return results
 
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -159,15 +160,23 @@ def sustained_metrics(
         calls_per_function=num_calls,
         **work,
     )
-    metrics = window.metrics
-    ceiling = ceilings.get(f"gemm {precision} sustained_tflops")
-    if ceiling:
-        fraction = metrics["sustained_tflops"] / ceiling
-        metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": fraction}
     timed.telemetry["sustained"] = {**window.telemetry, "is_replayed": is_replayed}
     if window.telemetry.get("disturbed"):
         timed.telemetry.update(disturbed=True, disturbed_by=window.telemetry["disturbed_by"])
-    return metrics
+    return window.metrics | sustained_share(ceilings, window.metrics, precision)
+
+
+def sustained_share(
+    ceilings: dict[str, float | None], metrics: dict[str, Any], precision: str
+) -> dict[str, float]:
+    """Returns the session's sustained ceiling and the share that the "sustained_tflops" of
+    `metrics` have of it; {} where the session has none.
+    """
+    ceiling = ceilings.get(f"gemm {precision} sustained_tflops")
+    if not ceiling:
+        return {}
+    share = metrics["sustained_tflops"] / ceiling
+    return {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": share}
 
 
 def time_once_ms(call: Callable, device_kind: str) -> float:

@@ -228,10 +228,10 @@ def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
 
 
-def slowest(ranks: Sequence[dict], num_warmup: int, stop_reason: str) -> Timing:
+def slowest(ranks: Sequence[dict], num_warmup: int) -> Timing:
     """Returns the times of the slowest rank in each step: the others wait for it."""
     samples_ms = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
-    return Timing(tuple(map(max, samples_ms)), "window", num_warmup, stop_reason)
+    return Timing(tuple(map(max, samples_ms)), "window", num_warmup, "fixed count")
 
 
 def _allocated() -> int | None:

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from labkit import accounting
 from labkit.configs import STEP_8B_WAYS, ModelConfig, model_config
 from labkit.device import Device
-from labkit.experiments.sections import empty_cache, memory_bytes
+from labkit.experiments.sections import empty_cache, memory_bytes, sustained_share
 from labkit.experiments.shared_step import own_tokens, slowest, time_steps
 from labkit.experiments.sweep import Case, Measured
 from labkit.kernels.adamw import FusedAdamW
@@ -336,25 +336,22 @@ def measured(case: Case, ranks: list[dict]) -> Measured:
     )
     if not deviation <= LARGEST_DEVIATION:
         raise ValueError(f"losses {losses}, {reference} expected")
-    timing = slowest(ranks, NUM_STEPS - NUM_TIMED, "fixed count")
+    timing = slowest(ranks, NUM_STEPS - NUM_TIMED)
     metrics = timing.metrics()
     seconds = metrics["mean_ms"] / 1e3
     flops = accounting.phase_flops(
         model_config(parameters["size"]), 1, parameters["context"], "train_step", causal=True
     )
-    ceiling = case.ceilings.get(f"gemm {parameters['precision']} sustained_tflops")
-    rate = flops / seconds / 1e12
     metrics |= {
         "sustained_ms": metrics["mean_ms"],
-        "sustained_tflops": rate,
-        "sustained_ceiling": ceiling,
-        "sustained_ceiling_fraction": rate / ceiling if ceiling else None,
+        "sustained_tflops": flops / seconds / 1e12,
         "tokens_per_s": len(ranks) * parameters["context"] / seconds,
         "loss": losses[-1],
         "loss_deviation": deviation,
         "watts": first["watts"],
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks) or None,
     }
+    metrics |= sustained_share(case.ceilings, metrics, parameters["precision"])
     return Measured(
         metrics,
         parameters,

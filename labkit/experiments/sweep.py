@@ -20,13 +20,14 @@ import os
 import secrets
 import signal
 import stat
+import statistics
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -40,6 +41,7 @@ from tqdm import tqdm
 
 from labkit import guard, notebooks
 from labkit.configs import (
+    ALL_DEVICES,
     FIGURES,
     REFERENCE_DEVICE,
     SIGLIP2_SIZES,
@@ -84,10 +86,8 @@ LOCK_HELD = "LABKIT_LOCK_HELD"
 """Environment variable that tells child processes which device's lock this process holds for them.
 """
 
-PRELOADED = ("labkit.experiments.bench", "torch._dynamo")
-"""What the server imports beside the chapters' experiments; each worker would take seconds to
-import the last one for its first optimizer.
-"""
+PRELOADED = ["labkit.experiments.preloaded"]
+"""What the server imports."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ _OUT_OF_MEMORY_TEXTS = (
 )
 
 
-def _failure(error: BaseException) -> tuple[str, str]:
+def failure(error: BaseException) -> tuple[str, str]:
     """Returns the status and the reason of a record whose measurement raised `error`."""
     import torch
 
@@ -229,7 +229,7 @@ def _worker_main(connection: Connection, is_rehearsal: bool) -> None:
                 finally:
                     del run  # it holds the case's tensors, which would lie beside the next case's
         except BaseException as error:
-            status, reason = _failure(error)
+            status, reason = failure(error)
             # What fails in a function of the user's is told in its record alone.
             if status == "error" and not case.entrants:
                 traceback.print_exception(error)
@@ -257,16 +257,13 @@ def _worker_context() -> multiprocessing.context.BaseContext:
         # PyTorch's default is a folder that another user may have made and filled, and it loads
         # code from there.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
-    # One server serves the sessions of all notebooks.
-    preloaded = [*map(_experiment_of, notebooks.names()), *PRELOADED]
     if not has_gpu_driver():
-        # With a GPU, which the server must not touch, each worker imports the compiler.
-        preloaded.append("torch._inductor.compile_fx")
-        # Otherwise it test-compiles for each instruction set of the processor, seconds each, to
-        # detect builds of PyTorch by compilers that nobody uses today.
+        # Otherwise the compiler test-compiles for each instruction set of the processor, seconds
+        # each, to detect builds of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    # One server serves the sessions of all notebooks.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preloaded)
+    context.set_forkserver_preload(PRELOADED)
     # The server sees that the session has ended only when it has imported all of that; the guard
     # ends it at once.
     guard.move_temporary_files()
@@ -289,14 +286,18 @@ def _worker_context() -> multiprocessing.context.BaseContext:
     return context
 
 
-def _experiment_of(notebook: str) -> str:
+def experiment_of(notebook: str) -> str:
     """Returns the name of the module that measures what a notebook shows."""
     return f"labkit.experiments.{notebook.split('_', 1)[1]}"
 
 
+def first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:500]
+
+
 def _unmeasured(case: Case, status: str, reason: str) -> Measured:
-    """Returns what becomes of a phase that has no metrics; the reason is one line."""
-    return Measured({}, case.parameters, status=status, reason=reason.strip().split("\n")[0][:500])
+    """Returns what becomes of a phase that has no metrics."""
+    return Measured({}, case.parameters, status=status, reason=first_line(reason))
 
 
 def _checked(case: Case, phase: str, measured: Measured) -> Measured:
@@ -500,7 +501,8 @@ class Session:
         subfolder: of the device's folder, for what is kept apart from the chapters.
 
     Raises:
-        RequestError: another device than this machine, an unknown profile, size or other value.
+        RequestError: another device than this machine, an unknown profile, size or other value, or
+            an experiment that cannot be imported.
         RecordError: the record file cannot be read.
     """
 
@@ -516,9 +518,15 @@ class Session:
         subfolder: str = "",
     ):
         self.notebook = notebook
-        self.module_name = _experiment_of(notebook)
+        self.module_name = experiment_of(notebook)
         _worker_context()  # starts loading the experiments in the server
-        self.experiment = importlib.import_module(self.module_name)
+        try:
+            self.experiment = importlib.import_module(self.module_name)
+        except Exception as error:
+            _, reason = failure(error)
+            raise RequestError(
+                f"{self.module_name} cannot be imported: {first_line(reason)}"
+            ) from error
         self.device = measured_by(notebook)
         if device not in (THIS_DEVICE, self.device.slug, detect().slug):
             raise RequestError(
@@ -676,26 +684,43 @@ DEFAULT_S = 2.0
 
 @cache
 def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
-    """Returns what a phase of each section of a notebook took on the reference device, or on a CPU
-    that was measured: the mean gap between the records of a session; {} where nothing is at hand.
-    """
-    import pandas as pd
+    """Returns what a phase took on the reference device, or on a CPU that was measured, by its
+    section, and by `_name` of its case; {} where nothing is at hand.
 
+    That is the mean time since the record before it. The ranks of chapter 07 measure the phases of
+    a case at once, and the first of them has all of its time, the first of a session that since it
+    began.
+    """
     pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
     for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl")):
-        frame = pd.DataFrame(map(vars, RecordStore(path).load()))
-        if frame.empty:  # of a run that ended before its first record was whole
-            continue
-        times = pd.to_datetime(frame["recorded_at"])
-        gaps = times.groupby(frame["session"]).diff().dt.total_seconds()
-        return gaps.groupby(frame["section"]).mean().dropna().to_dict()
+        seconds = defaultdict(list)
+        since = {}  # by session
+        for record in RecordStore(path).load():
+            at = datetime.datetime.fromisoformat(record.recorded_at)
+            # Other chapters may have been measured before the host.
+            if notebook in ALL_DEVICES and record.section not in SESSION_SECTIONS:
+                began = datetime.datetime.strptime(record.session[:16], "%Y%m%dT%H%M%S%z")
+                since.setdefault(record.session, began)
+            if record.session in since:
+                took_s = (at - since[record.session]).total_seconds()
+                seconds[record.section].append(took_s)
+                seconds[_name(record.section, record.case)].append(took_s)
+            since[record.session] = at
+        if seconds:  # otherwise of a run that ended before its first record was whole
+            return {name: statistics.fmean(times) for name, times in seconds.items()}
     return {}
+
+
+def _name(section: str, parameters: dict) -> str:
+    return f"{section} {json.dumps(parameters, sort_keys=True)}"
 
 
 def expected_seconds(session: Session, case: Case) -> float:
     """Returns how long a case will take, as far as that is known."""
     seconds = _seconds_at_hand(session.notebook, session.device.kind)
-    return max(0.05, seconds.get(case.section, DEFAULT_S)) * len(case.phases)
+    of_section = seconds.get(case.section, DEFAULT_S)
+    of_phase = seconds.get(_name(case.section, case.parameters), of_section)
+    return max(0.05, of_phase) * len(case.phases)
 
 
 def progress_bar(sessions: Sequence[Session]) -> tqdm:

@@ -50,9 +50,10 @@ class Timing:
     Attributes:
         samples_ms: one time per sample, in order, after the warm-up; device time except for method
             "host".
-        method: one of METHODS.
+        method: one of METHODS; "queued" for a collective between GPUs.
         num_warmup: untimed calls before the first sample.
-        stop_reason: "converged", "time limit", "sample limit" or "fixed count".
+        stop_reason: "fixed count" where the number of samples was set before the first; otherwise
+            "converged", "time limit" or "sample limit".
         host_ms: host clock around the same samples, synchronised (methods "window" and "host").
         launch_ms: host time until the call returned, before the device had finished ("window").
     """

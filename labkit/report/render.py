@@ -67,6 +67,7 @@ def rebuild(
         raise RequestError(
             f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}"
         )
+    warnings = _unfinished(chapters)  # before minutes of notebooks, as it may be damaged
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     if by_papermill:
         executed = _execute_all({name: values | own.get(name, {}) for name in chapters})
@@ -76,7 +77,7 @@ def rebuild(
         whole = _execute_all({name: {} for name in notebooks.names()}, lessons=True)
         for name, notebook in whole.items():
             _save_outputs(name, notebook, notebooks.path(name))
-    text = _report(chapters, executed, folder)
+    text = _report(chapters, executed, folder, warnings)
     # Paths are those of a notebook until it is known where the text is written.
     device_page = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
     # The executed notebooks of the reference device are a clone's, in notebooks/.
@@ -98,11 +99,12 @@ def rebuild(
     return written
 
 
-def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> str:
+def _report(
+    chapters: Chapters, executed: Mapping[str, Any], folder: Path, warnings: list[str]
+) -> str:
     ladder = card.ladder(chapters)
     if ladder is not None:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
-    warnings = _unfinished(chapters)
     bodies = []
     if card.first_of(chapters).device_kind == "cpu":
         first = smoke.page(chapters)
