@@ -26,6 +26,7 @@ NAMES = {
     "eager": "first version",
     "eager + compile": "first version, compiled",
     **CHANGES,
+    "fused + compile": "fused, compiled",
     "fused, recomputed": "fused, MLP recomputed",
 }
 """Ways to run the encoder as they are called everywhere, in order; "+" keeps what stands before it.
