@@ -69,8 +69,7 @@ PROVENANCE = "How the numbers are made"
 DEFINITIONS = f"""\
 - *Device time*: the kernels alone, replayed from one CUDA graph or summed from a profile.
 - *Sustained*: back to back for a second or more, after as long of it, at the clocks that the \
-power limit leaves. ~ marks clocks that still changed. A share of a roof is of its session's own, \
-and has its own mark.
+power limit leaves. ~ marks clocks that still changed. A share of a roof is of its session's own.
 - *Call time*: what a program waits for, host included.
 - A is r× as fast as B: r is B's time ÷ A's. A takes r× the memory of B: r is A's bytes ÷ B's.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
@@ -79,8 +78,7 @@ and has its own mark.
 - In one session the interval is widened by {percent(WITHIN[DEVICE])}, for calls by \
 {percent(WITHIN[CALL])}; between sessions by {percent(BETWEEN[DEVICE])}, for calls by \
 {percent(BETWEEN[CALL])}.
-- Calls that the host holds up, also back to back, are widened by what hosts differed, up to \
-{verdicts.HOST_FACTOR}×.
+- Calls that wait for the host, also back to back, are widened by up to {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy.
 - No sentence's verdict rests on two times under {facts.LEAST_MS:.0f} ms or two memories under {
     facts.LEAST_BYTES / 2**20:.0f} MiB; fewer than {facts.LEAST_CASES} cases are named, not counted.
