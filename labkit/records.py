@@ -333,11 +333,11 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
     """Returns the folder with the notebook's records of `device`: that of several in one machine,
     "2x-<device>", where there are such, else its own. Of several such, the one with most records.
     """
-    several = re.compile(rf"\d+x-{re.escape(device)}")
+    several = rf"\d+x-{re.escape(device)}"
     matches = [
         path
         for path in root.glob(f"*/records/{notebook}.jsonl")
-        if several.fullmatch(path.parent.parent.name)
+        if re.fullmatch(several, path.parent.parent.name)
     ]
     if not matches:
         return root / device
@@ -393,8 +393,8 @@ def write_text_atomic(path: Path, text: str) -> Path:
 class RecordStore:
     """The append-only JSON-lines file of one notebook on one device."""
 
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
+    def __init__(self, path: Path):
+        self.path = path
         # The line that this store has written last of what records share.
         self._shared = b""
 

@@ -212,12 +212,11 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
         time_callable,
         function,
         inputs=inputs,
-        device_kind=call.device.kind,
         max_samples=ATTENTION_PASSES,
         target_half_width=0.0,
         time_limit_s=case.time_limit_s,
     )
-    metrics |= {**call.memory(phase), **call.errors(phase)}
+    metrics |= call.memory(phase) | call.errors(phase)
     # A result with another mask is far from the oracle's.
     precision = numerics.live_precision(call.grad_out.dtype)
     return times.measured(metrics, {**case.parameters, "precision": precision}, keep="pass_ms")

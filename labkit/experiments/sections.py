@@ -127,9 +127,9 @@ class Timed:
 
 
 def timed(device: Device, timer: Callable[..., Timing], *args, **options) -> Timed:
-    """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
+    """Returns what `timer` gives of these and the device's kind, with the GPU watched meanwhile."""
     with Monitor(device.kind) as monitor:
-        timing = timer(*args, **options)
+        timing = timer(*args, device_kind=device.kind, **options)
     return Timed(timing, monitor.summary)
 
 
@@ -254,7 +254,7 @@ def _measure_host(device: Device, case: Case, name: str) -> Measured:
     reason = host.unavailable(name, device.kind)
     if reason:
         raise Skip(reason)
-    return timed(device, host.probe, name, device.kind).measured({}, case.parameters)
+    return timed(device, host.probe, name).measured({}, case.parameters)
 
 
 def ceiling_cases(precisions: Iterable[str], timeout_s: float) -> list[Case]:
@@ -287,7 +287,7 @@ def _measure_ceiling(device: Device, case: Case, phase: str) -> Measured:
         work = {"flops": 2 * n**3}
         described["precision"] = numerics.live_precision(a.dtype)
         observed = {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
-    options = {"device_kind": device.kind, "time_limit_s": CEILING_TIME_S[device.kind]}
+    options = {"time_limit_s": CEILING_TIME_S[device.kind]}
     if device.kind == "cuda":
         # At its power limit, by what ran before or by many calls, a GPU is up to a fifth slower.
         time.sleep(1)

@@ -299,9 +299,7 @@ def steps_rank(
                     mine["observed"] |= transport(sent)
                     if way in TIMELINES:
                         computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
-                        mine["spans"] = {
-                            **spans_of("computing", computing),
-                            **spans_of("communicating", sent),
-                        }
+                        spans = spans_of("computing", computing)
+                        mine["spans"] = spans | spans_of("communicating", sent)
             step.close()
             yield way, mine

@@ -614,8 +614,8 @@ class Session:
                     counts[measured.status] += 1
                     if section == SESSION_SECTION:
                         ceiling = " ".join(case.parameters.values())
-                        named = {f"{ceiling} {key}": x for key, x in measured.metrics.items()}
-                        self.ceilings |= named
+                        for key, value in measured.metrics.items():
+                            self.ceilings[f"{ceiling} {key}"] = value
                 # In another order, floats add up to a little more than the total.
                 progress.update(min(expected_seconds(self, case), progress.total - progress.n))
         statuses = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
