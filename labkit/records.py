@@ -47,6 +47,9 @@ SHARED = (
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout", "refused")
 
+Metrics = dict[str, float | int | None]
+"""Numbers by name, with their unit in it."""
+
 HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
 """Sections that every session measures again, before any other: its call times are of its own host,
 whatever the experiment, and its results are divided by its own ceilings.
@@ -93,7 +96,7 @@ class Record:
     measurement_version: int
     status: str = "ok"
     reason: str = ""
-    metrics: dict[str, float | int | None] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     samples: dict[str, list[float | int | None]] = field(default_factory=dict)
     timer: dict[str, Any] = field(default_factory=dict)
     telemetry: dict[str, Any] = field(default_factory=dict)
@@ -151,7 +154,7 @@ def source_state() -> dict[str, Any]:
     return {"commit": "unknown", "dirty": None}
 
 
-def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = math.inf) -> None:
+def check_plausible(metrics: Metrics, longest_ms: float = math.inf) -> None:
     """Raises ValueError for an impossible number, which shows that the measurement is broken.
 
     These are a time that is not positive or above `longest_ms`, which all of the measurement may

@@ -19,7 +19,7 @@ import torch
 from labkit import numerics
 from labkit.configs import Grid, check_known
 from labkit.device import Device, detect
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Ceilings, Measured, PhaseRun, Skip
 from labkit.measure import host
 from labkit.measure.power import sustained
 from labkit.measure.timing import Timing, captured, synchronize, time_callable
@@ -135,7 +135,7 @@ def timed(device: Device, timer: Callable[..., Timing], *args, **options) -> Tim
 
 def sustained_metrics(
     device: Device,
-    ceilings: dict[str, float | None],
+    ceilings: Ceilings,
     timed: Timed,
     call: Callable,
     precision: str,
@@ -167,7 +167,7 @@ def sustained_metrics(
 
 
 def sustained_share(
-    ceilings: dict[str, float | None], metrics: dict[str, Any], precision: str
+    ceilings: Ceilings, metrics: dict[str, Any], precision: str
 ) -> dict[str, float]:
     """Returns the session's sustained ceiling and the share that the "sustained_tflops" of
     `metrics` have of it; {} where the session has none.
@@ -190,7 +190,7 @@ def time_once_ms(call: Callable, device_kind: str) -> float:
 
 def rate_metrics(
     device: Device,
-    ceilings: dict[str, float | None],
+    ceilings: Ceilings,
     median_ms: float,
     precision: str,
     *,
