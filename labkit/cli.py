@@ -233,8 +233,10 @@ def run(
         if dry_run:
             _print_plan(round_profile, sessions, planned)
             continue
-        target = root / device.slug
-        print(f"Measuring {device.name}, profile {round_profile}, into {target}", file=sys.stderr)
+        print(
+            f"Measuring {device.name}, profile {round_profile}, into {root / device.slug}",
+            file=sys.stderr,
+        )
         try:
             sweep.measure(sessions)
         except KeyboardInterrupt:

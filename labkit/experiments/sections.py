@@ -10,7 +10,7 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ import torch
 from labkit import numerics
 from labkit.configs import Grid, check_known
 from labkit.device import Device, detect
-from labkit.experiments.sweep import Case, Ceilings, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Ceilings, Measured, PhaseRuns, Skip
 from labkit.measure import host
 from labkit.measure.power import sustained
 from labkit.measure.timing import Timing, captured, synchronize, time_callable
 from labkit.monitor import Monitor
 from labkit.records import HOST_SECTION, SESSION_SECTION
 
-Runner = Callable[[Device, Case], Iterator[PhaseRun]]
+Runner = Callable[[Device, Case], PhaseRuns]
 """Yields the phases of a case on a device."""
 
 KEPT_SAMPLES = 20
@@ -69,7 +69,7 @@ def section(measure: Callable[..., Measured], live: Callable | None = None) -> R
             phases where it can be; without it, that is the device.
     """
 
-    def run(device: Device, case: Case) -> Iterator[PhaseRun]:
+    def run(device: Device, case: Case) -> PhaseRuns:
         subject = live(device, case.parameters) if live else device
         try:
             for phase in case.phases:
@@ -81,7 +81,7 @@ def section(measure: Callable[..., Measured], live: Callable | None = None) -> R
     return run
 
 
-def run_section(sections: Mapping[str, Runner], case: Case) -> Iterator[PhaseRun]:
+def run_section(sections: Mapping[str, Runner], case: Case) -> PhaseRuns:
     """Yields each phase of `case` with the function that measures it, in the case's precision;
     raises Skip for one that the device lacks, or only emulates: it would be timed as something
     else.

@@ -164,8 +164,8 @@ class Refused(Exception):
     """Raised by an experiment for a time that does not say what it should; the text says why."""
 
 
-PhaseRun = tuple[str, Callable[[], Measured]]
-"""A phase's name and the function that measures it; `run_case` of an experiment yields these."""
+PhaseRuns = Iterator[tuple[str, Callable[[], Measured]]]
+"""What `run_case` of an experiment yields: a phase's name and the function that measures it."""
 
 
 # Allocation failures that are raised as another error.
