@@ -66,10 +66,6 @@ DimensionOption = Annotated[int | None, Option(min=1, help="In place of the mode
 
 PrecisionOption = Annotated[Literal[PRECISIONS], Option(help="bf16: autocast.")]
 
-DeviceOption = Annotated[
-    str, Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
-]
-
 
 def main() -> None:
     """Runs the command line; every expected error is one line on stderr."""
@@ -237,8 +233,10 @@ def run(
         if dry_run:
             _print_plan(round_profile, sessions, planned)
             continue
-        target = root / device.slug
-        print(f"Measuring {device.name}, profile {round_profile}, into {target}", file=sys.stderr)
+        print(
+            f"Measuring {device.name}, profile {round_profile}, into {root / device.slug}",
+            file=sys.stderr,
+        )
         try:
             sweep.measure(sessions)
         except KeyboardInterrupt:
@@ -324,7 +322,9 @@ def _writable(output: Path | None) -> Path:
 
 @app.command()
 def report(
-    device: DeviceOption = REFERENCE_DEVICE,
+    device: Annotated[
+        str, Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
+    ] = REFERENCE_DEVICE,
     output: RecordedOption = None,
     html: Annotated[
         bool, Option("--html", help="Also write report.html, one self-contained page.")

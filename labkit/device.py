@@ -261,14 +261,20 @@ def environment(device: Device) -> dict[str, Any]:
     }
     if device.kind == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        record["gpu"] = {
+        gpu = record["gpu"] = {
             "num_gpus": torch.cuda.device_count(),
             "compute_capability": f"{properties.major}.{properties.minor}",
             "num_multiprocessors": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
             "l2_bytes": properties.L2_cache_size,
-            **gpu_limits(),
         }
+        with open_nvml() as (nvml, handle):
+            if handle:  # of a MIG slice, and of many laptops, NVML does not say these
+                with contextlib.suppress(nvml.NVMLError):
+                    clock_mhz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+                    gpu["max_sm_clock_mhz"] = clock_mhz
+                with contextlib.suppress(nvml.NVMLError):
+                    gpu["power_limit_w"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     record["datasheet"] = asdict(device.peaks) if device.peaks else None
     record["lacks"] = {
         part.name: f"{part.detail} (disables: {part.disables})"
@@ -276,21 +282,6 @@ def environment(device: Device) -> dict[str, Any]:
         if not part.present
     }
     return record
-
-
-def gpu_limits() -> dict[str, Any]:
-    """Returns the GPU's maximal SM clock (MHz) and enforced power limit (W), as far as NVML says
-    them: of a MIG slice, and of many laptops, it does not.
-    """
-    limits = {}
-    with open_nvml() as (nvml, handle):
-        if not handle:
-            return limits
-        with contextlib.suppress(nvml.NVMLError):
-            limits["max_sm_clock_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
-        with contextlib.suppress(nvml.NVMLError):
-            limits["power_limit_w"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
-    return limits
 
 
 class Check(NamedTuple):

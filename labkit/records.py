@@ -47,6 +47,9 @@ SHARED = (
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout", "refused")
 
+Metrics = dict[str, float | int | None]
+"""Numbers by name, with their unit in it."""
+
 HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
 """Sections that every session measures again, before any other: its call times are of its own host,
 whatever the experiment, and its results are divided by its own ceilings.
@@ -93,7 +96,7 @@ class Record:
     measurement_version: int
     status: str = "ok"
     reason: str = ""
-    metrics: dict[str, float | int | None] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     samples: dict[str, list[float | int | None]] = field(default_factory=dict)
     timer: dict[str, Any] = field(default_factory=dict)
     telemetry: dict[str, Any] = field(default_factory=dict)
@@ -151,7 +154,7 @@ def source_state() -> dict[str, Any]:
     return {"commit": "unknown", "dirty": None}
 
 
-def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = math.inf) -> None:
+def check_plausible(metrics: Metrics, longest_ms: float = math.inf) -> None:
     """Raises ValueError for an impossible number, which shows that the measurement is broken.
 
     These are a time that is not positive or above `longest_ms`, which all of the measurement may
@@ -333,11 +336,11 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
     """Returns the folder with the notebook's records of `device`: that of several in one machine,
     "2x-<device>", where there are such, else its own. Of several such, the one with most records.
     """
-    several = re.compile(rf"\d+x-{re.escape(device)}")
+    several = rf"\d+x-{re.escape(device)}"
     matches = [
         path
         for path in root.glob(f"*/records/{notebook}.jsonl")
-        if several.fullmatch(path.parent.parent.name)
+        if re.fullmatch(several, path.parent.parent.name)
     ]
     if not matches:
         return root / device
@@ -393,8 +396,8 @@ def write_text_atomic(path: Path, text: str) -> Path:
 class RecordStore:
     """The append-only JSON-lines file of one notebook on one device."""
 
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
+    def __init__(self, path: Path):
+        self.path = path
         # The line that this store has written last of what records share.
         self._shared = b""
 

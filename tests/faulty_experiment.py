@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,7 +30,7 @@ import numpy as np
 from labkit.configs import SIZES
 from labkit.device import detect
 from labkit.experiments import sweep
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Session, Skip
+from labkit.experiments.sweep import Case, Measured, PhaseRuns, Session, Skip
 from labkit.records import source_state
 
 MEASUREMENT_VERSION = 1
@@ -163,7 +163,7 @@ class Subject:
 ALIVE: weakref.WeakSet[Subject] = weakref.WeakSet()
 
 
-def run_case(case: Case) -> Iterator[PhaseRun]:
+def run_case(case: Case) -> PhaseRuns:
     _note(case, "build", num_alive=len(ALIVE))
     ALIVE.add(subject := Subject())
     if case.parameters["at"] == "build":

@@ -42,7 +42,7 @@ def cases(profile, device_kind):
 def measure(device, case, phase):
     method, length = case.parameters["method"], case.parameters["length"]
     x = torch.randn(length, device=device.kind)
-    call = {"device_kind": device.kind, "inputs": lambda: (x,), "time_limit_s": 0.1}
+    call = {"inputs": lambda: (x,), "time_limit_s": 0.1}
     run = timed(device, time_callable, METHODS[method], **call)
     rate = {"elements_per_s": len(x) / run.timing.median_ms * 1e3}
     return run.measured(rate, {"method": method, "length": len(x)})

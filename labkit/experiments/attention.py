@@ -8,7 +8,7 @@ implementation), "masked" ("attention" with a causal mask, at few lengths).
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,16 +16,9 @@ from torch import Tensor
 from labkit import numerics
 from labkit.configs import ATTENTION, check_known
 from labkit.device import Device
-from labkit.experiments.contest import attention_formula, by_formula, draw
+from labkit.experiments.contest import Tensors, attention_formula, by_formula, draw
 from labkit.experiments.operations import IMPLEMENTATIONS
-from labkit.experiments.sections import (
-    Plan,
-    empty_cache,
-    memory_bytes,
-    run_section,
-    section,
-    timed,
-)
+from labkit.experiments.sections import Plan, empty_cache, memory_bytes, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.attention import IMPLS
 from labkit.kernels.reference import attention_reference
@@ -190,7 +183,7 @@ class AttentionCall:
         return errors
 
     @functools.cached_property
-    def oracle(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def oracle(self) -> tuple[Tensors, Tensors]:
         """Output and gradients of the batch's last sequence in fp64, by the formula, some queries
         at a time.
         """
@@ -212,12 +205,11 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
         time_callable,
         function,
         inputs=inputs,
-        device_kind=call.device.kind,
         max_samples=ATTENTION_PASSES,
         target_half_width=0.0,
         time_limit_s=case.time_limit_s,
     )
-    metrics |= {**call.memory(phase), **call.errors(phase)}
+    metrics |= call.memory(phase) | call.errors(phase)
     # A result with another mask is far from the oracle's.
     precision = numerics.live_precision(call.grad_out.dtype)
     return times.measured(metrics, {**case.parameters, "precision": precision}, keep="pass_ms")

@@ -44,7 +44,7 @@ import inspect
 import math
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,8 +69,8 @@ from labkit.experiments.operations import (
     watched,
 )
 from labkit.experiments.sections import ceiling_cases, run_section
-from labkit.experiments.shared_step import WAYS, SharedStep, Way, steps_rank
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Session, measure
+from labkit.experiments.shared_step import WAYS, RankSeen, SharedStep, Way, steps_rank
+from labkit.experiments.sweep import Case, Measured, PhaseRuns, Refused, Session, measure
 from labkit.models.transformer import language_model_loss
 from labkit.parallel.data_parallel import finish_gradients
 from labkit.records import SESSION_SECTIONS, to_frame
@@ -148,12 +148,12 @@ def _enter(case: Case) -> None:
         RIVALS[operation][entrant.label] = Implementation(function)
 
 
-def _contest(device: Device, case: Case) -> Iterator[PhaseRun]:
+def _contest(device: Device, case: Case) -> PhaseRuns:
     _enter(case)
     return contest_section(watched)(device, case)
 
 
-def _attention_call(device: Device, case: Case) -> Iterator[PhaseRun]:
+def _attention_call(device: Device, case: Case) -> PhaseRuns:
     """Chapter 05's calls, which are not timed in turn, of a function that has been watched."""
     label = case.parameters["impl"]
     shape = {**case.parameters, "heads": 1, "causal": False}
@@ -163,7 +163,7 @@ def _attention_call(device: Device, case: Case) -> Iterator[PhaseRun]:
     return attention.run_case(case)
 
 
-def _wrappers(device: Device, case: Case) -> Iterator[PhaseRun]:
+def _wrappers(device: Device, case: Case) -> PhaseRuns:
     return distributed.run_ranks(
         wrapper_rank,
         _measured_wrapper,
@@ -177,7 +177,7 @@ def _wrappers(device: Device, case: Case) -> Iterator[PhaseRun]:
 
 def wrapper_rank(
     phases: Sequence[str], entrants: Sequence[Entrant], parameters: dict, time_limit_s: float
-) -> Iterator[tuple[str, dict]]:
+) -> RankSeen:
     """Runs chapter 07's steps on this rank, ours and those of the phases, which may be under
     wrappers of the user's.
     """

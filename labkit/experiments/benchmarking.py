@@ -40,8 +40,9 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         if context in grid.precision_contexts.get(precision, grid.contexts):
             sustained = ("train_step",) if shape in grid.sustained else ()
             plan.add("steps", step_parameters(*shape), *STEP_PHASES, sustained=sustained)
-    compiled = (grid.compile_sizes, grid.compile_contexts, grid.compile_precisions)
-    for shape in itertools.product(*compiled):
+    for shape in itertools.product(
+        grid.compile_sizes, grid.compile_contexts, grid.compile_precisions
+    ):
         sustained = ("train_step",) if shape in grid.sustained else ()
         for mode in COMPILE_MODES[1:]:
             if mode == "regional" or shape[0] in grid.whole_compile_sizes:

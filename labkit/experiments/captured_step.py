@@ -14,7 +14,7 @@ import gc
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from labkit.device import Device, detect
 from labkit.experiments.sections import empty_cache
-from labkit.experiments.step import Step, step_parameters
+from labkit.experiments.step import Marker, Step, step_parameters
 from labkit.experiments.sweep import failure, first_line
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, Trace
@@ -31,9 +31,6 @@ from labkit.measure.timing import collector_paused, synchronize
 from labkit.models import transformer
 
 NUM_WARMUP = 1
-
-Marker = Callable[[str], contextlib.AbstractContextManager]
-"""Gives a range of this name, which a profiler captures, around a `with` block."""
 
 
 @contextlib.contextmanager

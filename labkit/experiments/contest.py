@@ -17,7 +17,7 @@ import importlib
 import math
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ from labkit.experiments.sections import (
     sustained_metrics,
     time_once_ms,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Refused, Skip
+from labkit.experiments.sweep import Case, Measured, PhaseRuns, Refused, Skip
 from labkit.kernels.reference import attention_reference
 from labkit.measure.memory import storages
 from labkit.measure.timing import (
@@ -170,10 +170,10 @@ class Operation:
         """Returns what a function gives of all that an implementation takes."""
         return function(*self.inputs.values(), *self.others, **self.options)
 
-    def outputs(self, impl: str) -> tuple[Tensor, ...]:
+    def outputs(self, impl: str) -> Tensors:
         return as_tuple(self.apply(self.implementations[impl].function))
 
-    def gradients(self, outs: Tensors, **options) -> tuple[Tensor, ...]:
+    def gradients(self, outs: Tensors, **options) -> Tensors:
         # A loss may come as fp32 or as its logits do.
         grads = [grad.to(out.dtype) for grad, out in zip(self.grad_outs, outs, strict=True)]
         return torch.autograd.grad(outs, [*self.inputs.values()], grads, **options)
@@ -414,7 +414,7 @@ def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
     device and a case's parameters.
     """
 
-    def run(device: Device, case: Case) -> Iterator[PhaseRun]:
+    def run(device: Device, case: Case) -> PhaseRuns:
         for module in case.modules:
             importlib.import_module(module)
         # A graph whose buffers are given to the first backward pass can have no second one.
@@ -434,7 +434,7 @@ def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
     return run
 
 
-def contest(operation: Operation, case: Case) -> Iterator[PhaseRun]:
+def contest(operation: Operation, case: Case) -> PhaseRuns:
     """Yields the phases: those that cannot be had first, then those that were timed, pass by
     pass.
     """
@@ -463,14 +463,14 @@ def contest(operation: Operation, case: Case) -> Iterator[PhaseRun]:
 
     is_in_turn = case.parameters.get("timed", IN_TURN) == IN_TURN
     baselines = [operation.baseline] if is_in_turn else []
-    entrants: dict[str, list[str]] = {}
+    entrants = defaultdict(list)  # by pass
     for phase in case.phases:
         impl, name = phase.split(" ")
         reason = operation.apply(operation.implementations[impl].unavailable)
         if reason:
             yield phase, functools.partial(_raise, Skip(reason))
         else:
-            entrants.setdefault(name, []).append(impl)
+            entrants[name].append(impl)
     for name, impls in entrants.items():
         verdicts = {}
         # A baseline that is not among them has been measured, or has failed.

@@ -13,7 +13,7 @@ import functools
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,8 +24,8 @@ from labkit.configs import DISTRIBUTED
 from labkit.device import Device, gpu_links, num_gpus, num_nodes, num_usable_cores
 from labkit.experiments import step_8b
 from labkit.experiments.sections import Plan, run_section
-from labkit.experiments.shared_step import NUM_WARMUP, WAYS, slowest, steps_rank
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.shared_step import NUM_WARMUP, WAYS, RankSeen, slowest, steps_rank
+from labkit.experiments.sweep import Case, Measured, PhaseRuns, Skip
 from labkit.measure.timing import Timing
 from labkit.monitor import Monitor
 from labkit.parallel.collectives import OPERATIONS_OF, time_collective
@@ -147,7 +147,7 @@ def check_gpus(world_size: int) -> str:
 
 def run_ranks(
     function: Callable, make: Callable[[Case, Seen], Measured], device: Device, case: Case, *args
-) -> Iterator[PhaseRun]:
+) -> PhaseRuns:
     """Yields the phases of a case, all measured by one launch.
 
     A phase that every rank finished counts even if a rank failed later; the failure is that of the
@@ -163,8 +163,9 @@ def run_ranks(
     unlinked = check_gpus(world_size) if kind == "cuda" else ""
     phases = case.phases
     if unlinked:
-        is_copied = transport in OPERATIONS_OF
-        phases = [name for name in phases if not (is_copied or name.endswith("copy"))]
+        phases = [
+            name for name in phases if transport not in OPERATIONS_OF and not name.endswith("copy")
+        ]
 
     options = {"device": kind, "timeout_s": case.timeout_s - 30}
     failure = ""
@@ -199,7 +200,7 @@ def run_ranks(
 # --- collectives ---
 
 
-def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[str, dict]]:
+def collectives_rank(phases: Sequence[str], transport: str) -> RankSeen:
     """Measures "operation dtype bytes" after another on this rank."""
     torch.set_num_threads(max(1, num_usable_cores() * num_nodes() // dist.get_world_size()))
     how = "default" if transport in DEFAULTS else transport
@@ -227,7 +228,7 @@ def _collective(case: Case, ranks: Seen) -> Measured:
     )
 
 
-def _run_collectives(device: Device, case: Case) -> Iterator[PhaseRun]:
+def _run_collectives(device: Device, case: Case) -> PhaseRuns:
     return run_ranks(collectives_rank, _collective, device, case, case.parameters["transport"])
 
 
@@ -268,11 +269,11 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
     )
 
 
-def _run_steps(device: Device, case: Case) -> Iterator[PhaseRun]:
+def _run_steps(device: Device, case: Case) -> PhaseRuns:
     return run_ranks(steps_rank, measured_step, device, case, case.parameters, case.time_limit_s)
 
 
-def _run_8b(device: Device, case: Case) -> Iterator[PhaseRun]:
+def _run_8b(device: Device, case: Case) -> PhaseRuns:
     if device.kind != "cuda":
         raise Skip(f"the step of 8.1 B needs two GPUs; this is {device.name}")
     return run_ranks(step_8b.board_rank, step_8b.measured, device, case, case.parameters)

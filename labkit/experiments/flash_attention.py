@@ -85,14 +85,14 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     return plan
 
 
-def _one_head(length: int, d_head: int, precision: str, causal: bool = True) -> dict:
-    """Returns the parameters of attention at batch 1 with one head."""
+def _one_head(length: int, d_head: int, precision: str) -> dict:
+    """Returns the parameters of causal attention at batch 1 with one head."""
     return {
         "batch": 1,
         "heads": 1,
         "length": length,
         "d_head": d_head,
-        "causal": causal,
+        "causal": True,
         "precision": precision,
     }
 
@@ -102,8 +102,8 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     from the last; on the host, so that every device shows the same case.
     """
     p = case.parameters
-    shape = _one_head(p["length"], p["d_head"], p["precision"], p["causal"])
-    operation = new_attention(dataclasses.replace(device, kind="cpu"), shape)
+    host = dataclasses.replace(device, kind="cpu")
+    operation = new_attention(host, p | {"batch": 1, "heads": 1})
     q, k, v = (x.detach() for x in operation.inputs.values())
     options = {
         "scale": p["d_head"] ** -0.5,
@@ -151,7 +151,6 @@ def _measure_tile(device: Device, case: Case, phase: str) -> Measured:
         device,
         time_callable,
         run,
-        device_kind=device.kind,
         method="graph" if device.kind == "cuda" else "host",
         num_warmup=1,
         time_limit_s=case.time_limit_s,

@@ -17,18 +17,8 @@ from torch import Tensor, nn
 
 from labkit.configs import MEMORY, ModelConfig, check_known
 from labkit.device import Device
-from labkit.experiments.sections import (
-    Plan,
-    empty_cache,
-    run_section,
-    section,
-    timed,
-)
-from labkit.experiments.step import (
-    Step,
-    run_blocks,
-    step_parameters,
-)
+from labkit.experiments.sections import Plan, empty_cache, run_section, section, timed
+from labkit.experiments.step import Step, run_blocks, step_parameters
 from labkit.experiments.sweep import Case, Measured
 from labkit.measure.memory import (
     BEFORE,

@@ -258,11 +258,11 @@ def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
         config = model_config(parameters["model"])
         model = TransformerLM(config, max_context=16, device=device.kind)
         inputs, targets = torch.randint(config.vocab_size, (2, 1, 16), device=device.kind)
-    dtypes: dict[str, dict[str, None]] = {}  # by part, in the order in which they are seen
+    dtypes = defaultdict(dict)  # by part, in the order in which they are seen
 
     def note(part: str, *tensors: Tensor) -> None:
         for x in tensors:
-            dtypes.setdefault(part, {})[str(x.dtype).removeprefix("torch.")] = None
+            dtypes[part][str(x.dtype).removeprefix("torch.")] = None
 
     note("parameters", *model.parameters())
     for name, module in model.named_modules():

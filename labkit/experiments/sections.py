@@ -10,7 +10,7 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ import torch
 from labkit import numerics
 from labkit.configs import Grid, check_known
 from labkit.device import Device, detect
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Ceilings, Measured, PhaseRuns, Skip
 from labkit.measure import host
 from labkit.measure.power import sustained
 from labkit.measure.timing import Timing, captured, synchronize, time_callable
 from labkit.monitor import Monitor
 from labkit.records import HOST_SECTION, SESSION_SECTION
 
-Runner = Callable[[Device, Case], Iterator[PhaseRun]]
+Runner = Callable[[Device, Case], PhaseRuns]
 """Yields the phases of a case on a device."""
 
 KEPT_SAMPLES = 20
@@ -69,7 +69,7 @@ def section(measure: Callable[..., Measured], live: Callable | None = None) -> R
             phases where it can be; without it, that is the device.
     """
 
-    def run(device: Device, case: Case) -> Iterator[PhaseRun]:
+    def run(device: Device, case: Case) -> PhaseRuns:
         subject = live(device, case.parameters) if live else device
         try:
             for phase in case.phases:
@@ -81,7 +81,7 @@ def section(measure: Callable[..., Measured], live: Callable | None = None) -> R
     return run
 
 
-def run_section(sections: Mapping[str, Runner], case: Case) -> Iterator[PhaseRun]:
+def run_section(sections: Mapping[str, Runner], case: Case) -> PhaseRuns:
     """Yields each phase of `case` with the function that measures it, in the case's precision;
     raises Skip for one that the device lacks, or only emulates: it would be timed as something
     else.
@@ -127,15 +127,15 @@ class Timed:
 
 
 def timed(device: Device, timer: Callable[..., Timing], *args, **options) -> Timed:
-    """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
+    """Returns what `timer` gives of these and the device's kind, with the GPU watched meanwhile."""
     with Monitor(device.kind) as monitor:
-        timing = timer(*args, **options)
+        timing = timer(*args, device_kind=device.kind, **options)
     return Timed(timing, monitor.summary)
 
 
 def sustained_metrics(
     device: Device,
-    ceilings: dict[str, float | None],
+    ceilings: Ceilings,
     timed: Timed,
     call: Callable,
     precision: str,
@@ -167,7 +167,7 @@ def sustained_metrics(
 
 
 def sustained_share(
-    ceilings: dict[str, float | None], metrics: dict[str, Any], precision: str
+    ceilings: Ceilings, metrics: dict[str, Any], precision: str
 ) -> dict[str, float]:
     """Returns the session's sustained ceiling and the share that the "sustained_tflops" of
     `metrics` have of it; {} where the session has none.
@@ -190,7 +190,7 @@ def time_once_ms(call: Callable, device_kind: str) -> float:
 
 def rate_metrics(
     device: Device,
-    ceilings: dict[str, float | None],
+    ceilings: Ceilings,
     median_ms: float,
     precision: str,
     *,
@@ -254,7 +254,7 @@ def _measure_host(device: Device, case: Case, name: str) -> Measured:
     reason = host.unavailable(name, device.kind)
     if reason:
         raise Skip(reason)
-    return timed(device, host.probe, name, device.kind).measured({}, case.parameters)
+    return timed(device, host.probe, name).measured({}, case.parameters)
 
 
 def ceiling_cases(precisions: Iterable[str], timeout_s: float) -> list[Case]:
@@ -287,7 +287,7 @@ def _measure_ceiling(device: Device, case: Case, phase: str) -> Measured:
         work = {"flops": 2 * n**3}
         described["precision"] = numerics.live_precision(a.dtype)
         observed = {"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
-    options = {"device_kind": device.kind, "time_limit_s": CEILING_TIME_S[device.kind]}
+    options = {"time_limit_s": CEILING_TIME_S[device.kind]}
     if device.kind == "cuda":
         # At its power limit, by what ran before or by many calls, a GPU is up to a fifth slower.
         time.sleep(1)

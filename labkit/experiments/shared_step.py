@@ -43,6 +43,9 @@ SHORTEST_GAP_NS = 100_000
 NUM_ROUNDS = 2
 """How often the ways of a case are taken in turn."""
 
+RankSeen = Iterator[tuple[str, dict]]
+"""What a rank yields: a phase's name and what this rank saw of it."""
+
 
 def _fully_shard(model: nn.Module, *, compute_dtype: torch.dtype | None) -> nn.Module:
     # takes seconds, as the import below
@@ -257,9 +260,7 @@ def spans_of(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
     }
 
 
-def steps_rank(
-    phases: Sequence[str], parameters: dict, time_limit_s: float
-) -> Iterator[tuple[str, dict]]:
+def steps_rank(phases: Sequence[str], parameters: dict, time_limit_s: float) -> RankSeen:
     """Runs each way's steps in turn, NUM_ROUNDS times, and yields (way, what this rank has seen so
     far) each time.
     """
@@ -299,9 +300,7 @@ def steps_rank(
                     mine["observed"] |= transport(sent)
                     if way in TIMELINES:
                         computing = table[table["step"] < NUM_PROFILED].drop(sent.index)
-                        mine["spans"] = {
-                            **spans_of("computing", computing),
-                            **spans_of("communicating", sent),
-                        }
+                        spans = spans_of("computing", computing)
+                        mine["spans"] = spans | spans_of("communicating", sent)
             step.close()
             yield way, mine

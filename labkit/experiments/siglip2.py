@@ -313,7 +313,7 @@ def _measure(work: Work, case: Case, phase: str) -> Measured:
     device = work.device
     call = work.calls[phase]
     precision = case.parameters["precision"]
-    limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
+    limits = {"num_warmup": 2, "time_limit_s": case.time_limit_s}
     times, metrics = timed_with_peak(device, time_callable, call, **limits)
     if work.is_captured and device.kind == "cuda":
         times = timed(device, time_callable, call, method="graph", **limits)

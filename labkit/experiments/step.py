@@ -47,6 +47,9 @@ models that leave out the optimizer are off by 0.05 and more, with old gradients
 0.004 (in pure bf16 by 0.0023).
 """
 
+Marker = Callable[[str], contextlib.AbstractContextManager]
+"""Gives a `with` block of this name, such as a range that a profiler captures."""
+
 
 def step_parameters(
     size: str,
@@ -214,11 +217,7 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def run(
-        self,
-        phase: str,
-        part: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    ) -> Tensor:
+    def run(self, phase: str, part: Marker = contextlib.nullcontext) -> Tensor:
         """Runs "inference", "forward_backward" or "train_step" with each of its parts inside
         `part(name)`: "inference", or "forward", "backward" and, of a training step, "optimizer".
 
@@ -248,7 +247,7 @@ class Step:
 
     def time_phase(self, phase: str, **limits) -> Timing:
         """Returns the times of one of configs.PHASES. Only the phase itself is timed: what it needs
-        is made before.
+        is made before. `limits` are `time_callable`'s, its `device_kind` among them.
         """
         function = getattr(self, phase, None)
         inputs = tuple
@@ -260,7 +259,7 @@ class Step:
         elif phase == "optimizer_step":
             self._scaled_loss()[0].backward()
             function = self.optimize
-        return time_callable(function, inputs=inputs, device_kind=self.device.kind, **limits)
+        return time_callable(function, inputs=inputs, **limits)
 
     def _without_gradients(self) -> tuple:
         self.model.zero_grad()
@@ -326,9 +325,7 @@ def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
         times, metrics = timed_with_peak(device, _time_first_call, step)
     elif phase == "graph_step":
         call, graph_metrics = capture_step(step)
-        times, metrics = timed_with_peak(
-            device, time_callable, call, device_kind=device.kind, **limits
-        )
+        times, metrics = timed_with_peak(device, time_callable, call, **limits)
         metrics |= graph_metrics
     else:
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
@@ -356,13 +353,13 @@ run_steps = section(_measure_phase, Step)
 """Runs the phases of a training step, as notebooks 01, 03 and 05 take it into their sections."""
 
 
-def _time_first_call(step: Step) -> Timing:
+def _time_first_call(step: Step, device_kind: str) -> Timing:
     """Returns the time of the first forward and backward, which compiles both; no cache of an
     earlier run counts.
     """
     load_compiler(step.device)
     with torch.compiler.config.patch(force_disable_caches=True):
-        first_ms = time_once_ms(step.forward_backward, step.device.kind)
+        first_ms = time_once_ms(step.forward_backward, device_kind)
     return Timing((first_ms,), "host", 0, "fixed count")
 
 

@@ -26,7 +26,7 @@ Source: github.com/stanford-cs336/assignment2-systems-leaderboard; Korthikanti e
 
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,7 +40,7 @@ from labkit import accounting
 from labkit.configs import STEP_8B_WAYS, ModelConfig, model_config
 from labkit.device import Device
 from labkit.experiments.sections import empty_cache, memory_bytes, sustained_share
-from labkit.experiments.shared_step import own_tokens, slowest, time_steps
+from labkit.experiments.shared_step import RankSeen, own_tokens, slowest, time_steps
 from labkit.experiments.sweep import Case, Measured
 from labkit.kernels.adamw import FusedAdamW
 from labkit.kernels.cross_entropy import linear_cross_entropy
@@ -285,7 +285,7 @@ def board_rank(
     parameters: dict,
     backend: str = "inductor",
     room: float | None = None,
-) -> Iterator[tuple[str, dict]]:
+) -> RankSeen:
     """Trains NUM_STEPS steps with each of WAYS from the same start and yields (way, what this rank
     saw).
     """

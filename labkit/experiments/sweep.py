@@ -66,6 +66,7 @@ from labkit.records import (
     HOST_SECTION,
     SESSION_SECTION,
     SESSION_SECTIONS,
+    Metrics,
     Record,
     RecordStore,
     as_content,
@@ -89,6 +90,11 @@ LOCK_HELD = "LABKIT_LOCK_HELD"
 PRELOADED = ["labkit.experiments.preloaded"]
 """What the server imports."""
 
+Ceilings = dict[str, float | None]
+"""Metrics of a session's ceilings, as "gemm bf16 achieved_tflops" or "copy fp32
+sustained_gb_per_s".
+"""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -108,8 +114,7 @@ class Case:
         modules: what a contest's worker imports first: they register implementations.
         entrants: functions of the user's that join it, see `bench.Entrant`.
         experiment: the module that runs it; the session fills it in.
-        ceilings: metrics of the session's, as "gemm bf16 achieved_tflops" or "copy fp32
-            sustained_gb_per_s"; the session fills them in.
+        ceilings: the session's, which fills them in.
     """
 
     section: str
@@ -124,14 +129,14 @@ class Case:
     modules: tuple[str, ...] = ()
     entrants: tuple = ()
     experiment: str = ""
-    ceilings: dict[str, float | None] = field(default_factory=dict)
+    ceilings: Ceilings = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Measured:
     """What became of one phase of one case; fields as in Record."""
 
-    metrics: dict[str, float | int | None]
+    metrics: Metrics
     case: dict
     observed: dict = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -159,8 +164,8 @@ class Refused(Exception):
     """Raised by an experiment for a time that does not say what it should; the text says why."""
 
 
-PhaseRun = tuple[str, Callable[[], Measured]]
-"""A phase's name and the function that measures it; `run_case` of an experiment yields these."""
+PhaseRuns = Iterator[tuple[str, Callable[[], Measured]]]
+"""What `run_case` of an experiment yields: a phase's name and the function that measures it."""
 
 
 # Allocation failures that are raised as another error.
@@ -545,7 +550,7 @@ class Session:
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
         self.folder = Path(output or FIGURES) / self.device.slug / subfolder
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
-        self.ceilings: dict[str, float | None] = {}
+        self.ceilings: Ceilings = {}
         self.shared = {}  # by case, when it was measured and what that gave
         self._is_busy = False
         self._software = software_versions()
@@ -614,8 +619,8 @@ class Session:
                     counts[measured.status] += 1
                     if section == SESSION_SECTION:
                         ceiling = " ".join(case.parameters.values())
-                        named = {f"{ceiling} {key}": x for key, x in measured.metrics.items()}
-                        self.ceilings |= named
+                        for key, value in measured.metrics.items():
+                            self.ceilings[f"{ceiling} {key}"] = value
                 # In another order, floats add up to a little more than the total.
                 progress.update(min(expected_seconds(self, case), progress.total - progress.n))
         statuses = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
