@@ -168,7 +168,8 @@ class _Pass:
         hidden = (4 if config.is_gated else 2) * config.d_ff
         widths = element * tokens * (2 * sum(config.attention_widths) + hidden)
         kept = 2 * norm + copy * (5 * stream + rotary) + widths + scores_bytes
-        kept = round(COMPILED_KEEPS * kept) if self.is_compiled else kept
+        if self.is_compiled:
+            kept = round(COMPILED_KEEPS * kept)
         self.block_bytes = kept + matrix_copies
         # What a block keeps up to the scores: the norm, q, k and v, the copies they were made from.
         attention_copies = copy * (3 * stream + 3 * d * d + rotary)

@@ -24,7 +24,6 @@ from labkit.report.chapter import (
 from labkit.report.flash_attention import shape_name
 from labkit.report.frame import Row, by_way, cell, ok_rows, only, select, size_name, usable
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
-from labkit.report.verdicts import BETWEEN, CALL, DEVICE, WITHIN
 
 LADDER = {
     "fp32": {"precision": "fp32", "compile": "none", "attention": "eager"},
@@ -76,9 +75,10 @@ and has its own mark.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
 *Ahead* or *behind* lies above or below 1, all else is *undecided*.
 - The interval spans the sessions that measured both sides, else the samples.
-- In one session the interval is widened by {percent(WITHIN[DEVICE])}, for calls by \
-{percent(WITHIN[CALL])}; between sessions by {percent(BETWEEN[DEVICE])}, for calls by \
-{percent(BETWEEN[CALL])}.
+- In one session the interval is widened by {percent(verdicts.WITHIN[verdicts.DEVICE])}, for calls \
+by {percent(verdicts.WITHIN[verdicts.CALL])}; between sessions by \
+{percent(verdicts.BETWEEN[verdicts.DEVICE])}, for calls by \
+{percent(verdicts.BETWEEN[verdicts.CALL])}.
 - Calls that the host holds up, also back to back, are widened by what hosts differed, up to \
 {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy.

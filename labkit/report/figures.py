@@ -146,11 +146,11 @@ def log_scale(axes: Axes, which: str) -> None:
     matplotlib's own labels are formulas, slow to set.
     """
     for name in which:
-        low, high = getattr(axes, f"get_{name}lim")()
+        axis = getattr(axes, f"{name}axis")
+        low, high = axis.get_view_interval()
         if 0 < high < 10 * low:
             continue
         getattr(axes, f"set_{name}scale")("log")
-        axis = getattr(axes, f"{name}axis")
         axis.set_major_formatter(lambda value, _: power(value))
         axis.set_minor_locator(NullLocator())
 

@@ -51,8 +51,7 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
             for key, sessions in by_session(timed).items():
                 found = _of_measurement(list(sessions.values()), key in waiting)
                 rows += [(chapter, *row) for row in found]
-    columns = ["chapter", "row", "kind", "lowest_ms", "highest_ms"]
-    frame = pd.DataFrame(rows, columns=columns)
+    frame = pd.DataFrame(rows, columns=["chapter", "row", "kind", "lowest_ms", "highest_ms"])
     return frame.assign(difference=frame["highest_ms"] / frame["lowest_ms"] - 1)
 
 
