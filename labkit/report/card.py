@@ -26,12 +26,15 @@ from labkit.report.frame import Row, by_way, cell, ok_rows, only, select, size_n
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
 
 LADDER = {
-    "fp32": {"precision": "fp32", "compile": "none", "attention": "eager"},
-    "TF32": {"precision": "tf32", "compile": "none", "attention": "eager"},
-    "bf16": {"precision": "bf16", "compile": "none", "attention": "eager"},
-    "+ compiled": {"precision": "bf16", "compile": "regional", "attention": "eager"},
-    "+ our kernels": {"precision": "bf16", "compile": "regional", "attention": "auto"},
-    "pure bf16, compiled": {"precision": "bf16_pure", "compile": "regional", "attention": "eager"},
+    name: {"precision": precision, "compile": mode, "attention": attention}
+    for name, precision, mode, attention in (
+        ("fp32", "fp32", "none", "eager"),
+        ("TF32", "tf32", "none", "eager"),
+        ("bf16", "bf16", "none", "eager"),
+        ("+ compiled", "bf16", "regional", "eager"),
+        ("+ our kernels", "bf16", "regional", "auto"),
+        ("pure bf16, compiled", "bf16_pure", "regional", "eager"),
+    )
 }
 """A training step, from slow to fast; the last is what stock PyTorch reaches when it gives up fp32
 weights.

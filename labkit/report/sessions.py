@@ -85,7 +85,7 @@ def _of_measurement(
             kind = OTHER_CALLS
         words = name if value == "median_ms" else f"{name}, {value}"
         for later in times[1:]:
-            yield words, kind, min(times[0], later), max(times[0], later)
+            yield words, kind, *sorted([times[0], later])
 
 
 def shares(differences: pd.DataFrame) -> pd.DataFrame:
