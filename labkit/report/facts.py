@@ -12,7 +12,7 @@ other takes r× the memory of the base".
 import math
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -381,7 +381,7 @@ def beside(
     return joined.assign(ratio=joined[f"published_{value}"] / joined[column] * unit)
 
 
-def sentence(facts: Sequence[Fact], text: str = "", **texts: str) -> str:
+def sentence(*facts: Fact, text: str = "", **texts: str) -> str:
     """Returns facts as a sentence.
 
     Args:
