@@ -168,7 +168,8 @@ class _Pass:
         hidden = (4 if config.is_gated else 2) * config.d_ff
         widths = element * tokens * (2 * sum(config.attention_widths) + hidden)
         kept = 2 * norm + copy * (5 * stream + rotary) + widths + scores_bytes
-        kept = round(COMPILED_KEEPS * kept) if self.is_compiled else kept
+        if self.is_compiled:
+            kept = round(COMPILED_KEEPS * kept)
         self.block_bytes = kept + matrix_copies
         # What a block keeps up to the scores: the norm, q, k and v, the copies they were made from.
         attention_copies = copy * (3 * stream + 3 * d * d + rotary)
@@ -255,8 +256,9 @@ def peak_moments(
     }
     check_known("phase", phase, makers)
     run = _Pass(config, batch, context, **known)
-    state = optimizer_state_bytes(config) if phase == "train_step" else 0
-    resident = run.resident_bytes + state
+    resident = run.resident_bytes
+    if phase == "train_step":
+        resident += optimizer_state_bytes(config)
     moments = _recomputed_moments(run, plan) if plan else makers[phase](run)
     return {name: resident + num_bytes for name, num_bytes in moments.items()}
 
@@ -615,9 +617,8 @@ def min_grid_tokens(
     `exact` counts what a ring sends, (N−1)/N of the size. False counts the whole size, as the CS336
     accounting exercise of 2025 does: it asks for more tokens, by data/(data − 1) where overlapped.
     """
-    own_share = int(exact)
-    tokens = (data - own_share) * flops / data_bandwidth
-    tensor_share = (tensor - own_share) * flops / (d_ff * tensor_bandwidth)
+    tokens = (data - exact) * flops / data_bandwidth
+    tensor_share = (tensor - exact) * flops / (d_ff * tensor_bandwidth)
     if tensor_share >= 1:
         return math.inf
     return tokens if overlapped else tokens / (1 - tensor_share)

@@ -263,10 +263,10 @@ def read_grids(text: str) -> dict[str, dict[str, Grid]]:
     grids = {}
     for notebook, tables in tomllib.loads(text).items():
         grid = make_dataclass(notebook, tables["full"], bases=(Grid,), frozen=True)
-        grids[notebook] = {}
-        for profile in PROFILES:
-            table = tables["full"] | tables.get(profile, {})
-            grids[notebook][profile] = grid(**_grid_value(table))
+        grids[notebook] = {
+            profile: grid(**_grid_value(tables["full"] | tables.get(profile, {})))
+            for profile in PROFILES
+        }
     return grids
 
 

@@ -110,11 +110,11 @@ def step_times() -> pd.DataFrame:
 def _row_in_labkit_vocabulary(row: dict) -> dict | None:
     """Returns a row of `step_times`, None for one that is left out."""
     notes = row["note"].split(";") if isinstance(row["note"], str) else []
-    caveats = [_CAVEAT_OF_NOTE[note] for note in notes if note not in _DISPUTED_NOTES]
-    caveats += _caveats_from_known_errors(row, notes)
-    precision, compile_mode = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]
     if row["mean_ms"] < 0 or not _DISPUTED_NOTES.isdisjoint(notes):
         return None
+    caveats = [_CAVEAT_OF_NOTE[note] for note in notes]
+    caveats += _caveats_from_known_errors(row, notes)
+    precision, compile_mode = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]
     return {
         "source": row["source"],
         "gpu": row["gpu"],
@@ -134,8 +134,6 @@ def _row_in_labkit_vocabulary(row: dict) -> dict | None:
 
 
 def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
-    # NaN where there is no time or no spread, and then above no threshold.
-    relative_std = row["std_ms"] / row["mean_ms"]
     caveats = []
     if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward":
         caveats.append("the published script runs the forward pass with autograd on")
@@ -148,6 +146,7 @@ def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
         # subtraction.
         part = "what is subtracted" if _DIFFERENCE in notes else "the mean"
         caveats.append(f"no warm-up, {part} includes the first iteration")
-    elif relative_std > _LARGE_RELATIVE_STD:
+    elif row["std_ms"] > _LARGE_RELATIVE_STD * row["mean_ms"]:
+        # NaN, where there is no time or no spread, is above nothing.
         caveats.append("std above half of the mean")
     return caveats

@@ -9,12 +9,12 @@ from labkit.records import Record, RecordStore
 from labkit.report import facts, verdicts
 from labkit.report.chapter import Chapter
 from labkit.report.facts import Fact, Quantity, compare, compare_all, compare_rows, measured
-from labkit.report.facts import sentence as said
 from labkit.report.frame import cell, only
 from labkit.report.text import span
 
 BASE = {"precision": "fp32"}
 OTHER = {"precision": "bf16"}
+said = facts.sentence
 TEXTS = {"ahead": "Ahead {ratio}", "level": "Level", "behind": "Behind {ratio}"}
 
 
@@ -75,8 +75,8 @@ def test_what_was_not_measured_says_so_and_silences_a_sentence_of_several():
         fact = compare(pd.DataFrame(rows), BASE, OTHER, size="2.7b")
         assert "Not measured" in said(fact, **TEXTS)
     one = Fact("", {"value": Quantity(0.7, "%")})
-    assert said((one, one), "{0} and {1}") == "70 % and 70 %."
-    assert "Not measured" in said((one, fact), "{0} and {1}")
+    assert said(one, one, text="{0} and {1}") == "70 % and 70 %."
+    assert "Not measured" in said(one, fact, text="{0} and {1}")
 
 
 def test_times_of_two_kinds_and_cases_of_several_rows_are_refused():
@@ -94,8 +94,7 @@ def test_a_mark_follows_its_value_wherever_it_is_printed(values, mark):
     fact = compare(rows, BASE, OTHER, value="sustained_ms")
     assert cell(marked, "sustained_ms") == f"{mark}10.0"
     assert fact.marked and said(fact, **TEXTS) == f"Ahead {mark}2.00×."
-    one = measured(rows, "sustained_ms", **BASE)
-    assert said(one, "{value}") == f"{mark}10.0 ms."
+    assert said(measured(rows, "sustained_ms", **BASE), text="{value}") == f"{mark}10.0 ms."
 
 
 def test_small_kernels_memory_models_and_few_cases_are_no_finding():
@@ -105,7 +104,7 @@ def test_small_kernels_memory_models_and_few_cases_are_no_finding():
         compare(memory, BASE, OTHER, value="peak_bytes"),
         compare(pair(size="nano"), BASE, OTHER),
     ):
-        assert "Too small" in said(fact, "{value}", **TEXTS)
+        assert "Too small" in said(fact, text="{value}", **TEXTS)
     few = compare_all(pair(), BASE, OTHER, ["size"])
     assert said(few, ahead="Ahead {range}.") == "Ahead 2.00× (2.7b)."
 
@@ -123,8 +122,8 @@ def test_a_tally_counts_its_cases_and_says_which_verdict_they_share():
     mixed = tally(8, 10, 20)
     plain = "bf16 against fp32: ahead in 1, level in 1, behind in 1 of 3 cases."
     assert said(mixed) == plain
-    assert said(mixed, "Faster by up to {most}") == plain, "a selection without its total"
-    assert said(mixed, "Faster in {ahead} of {total}") == "Faster in 1 of 3."
+    assert said(mixed, text="Faster by up to {most}") == plain, "a selection without its total"
+    assert said(mixed, text="Faster in {ahead} of {total}") == "Faster in 1 of 3."
 
 
 def test_of_bytes_the_ratio_is_the_others_over_the_bases_and_less_is_ahead():

@@ -95,9 +95,14 @@ def call_range(*frames: pd.DataFrame, **case) -> pd.DataFrame:
     times = [time for row in rows for time in verdicts.by_session(row, "median_ms").values()]
     if not times:
         return pd.DataFrame()
-    disturbed = any(row["disturbed"] for row in rows)
-    ends = {"least_ms": min(times), "most_ms": max(times)}
-    return pd.DataFrame([{"status": "ok", "disturbed": disturbed, **case, **ends}])
+    line = {
+        "status": "ok",
+        "disturbed": any(row["disturbed"] for row in rows),
+        **case,
+        "least_ms": min(times),
+        "most_ms": max(times),
+    }
+    return pd.DataFrame([line])
 
 
 def idle_range(calls: pd.DataFrame, profiles: pd.DataFrame, **case) -> facts.Fact:

@@ -24,15 +24,17 @@ from labkit.report.chapter import (
 from labkit.report.flash_attention import shape_name
 from labkit.report.frame import Row, by_way, cell, ok_rows, only, select, size_name, usable
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
-from labkit.report.verdicts import BETWEEN, CALL, DEVICE, WITHIN
 
 LADDER = {
-    "fp32": {"precision": "fp32", "compile": "none", "attention": "eager"},
-    "TF32": {"precision": "tf32", "compile": "none", "attention": "eager"},
-    "bf16": {"precision": "bf16", "compile": "none", "attention": "eager"},
-    "+ compiled": {"precision": "bf16", "compile": "regional", "attention": "eager"},
-    "+ our kernels": {"precision": "bf16", "compile": "regional", "attention": "auto"},
-    "pure bf16, compiled": {"precision": "bf16_pure", "compile": "regional", "attention": "eager"},
+    name: {"precision": precision, "compile": mode, "attention": attention}
+    for name, precision, mode, attention in (
+        ("fp32", "fp32", "none", "eager"),
+        ("TF32", "tf32", "none", "eager"),
+        ("bf16", "bf16", "none", "eager"),
+        ("+ compiled", "bf16", "regional", "eager"),
+        ("+ our kernels", "bf16", "regional", "auto"),
+        ("pure bf16, compiled", "bf16_pure", "regional", "eager"),
+    )
 }
 """A training step, from slow to fast; the last is what stock PyTorch reaches when it gives up fp32
 weights.
@@ -75,9 +77,10 @@ power limit leaves. ~ marks clocks that still changed. A share of a roof is of i
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
 *Ahead* or *behind* lies above or below 1, all else is *undecided*.
 - The interval spans the sessions that measured both sides, else the samples.
-- In one session the interval is widened by {percent(WITHIN[DEVICE])}, for calls by \
-{percent(WITHIN[CALL])}; between sessions by {percent(BETWEEN[DEVICE])}, for calls by \
-{percent(BETWEEN[CALL])}.
+- In one session the interval is widened by {percent(verdicts.WITHIN[verdicts.DEVICE])}, for calls \
+by {percent(verdicts.WITHIN[verdicts.CALL])}; between sessions by \
+{percent(verdicts.BETWEEN[verdicts.DEVICE])}, for calls by \
+{percent(verdicts.BETWEEN[verdicts.CALL])}.
 - Calls that wait for the host, also back to back, are widened by up to {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy.
 - No sentence's verdict rests on two times under {facts.LEAST_MS:.0f} ms or two memories under {

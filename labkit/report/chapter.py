@@ -175,7 +175,7 @@ class Chapter:
         page.
         """
         several = [fact] if isinstance(fact, facts.Fact) else fact
-        sentence = facts.sentence(several, text, **texts)
+        sentence = facts.sentence(*several, text=text, **texts)
         marked = any(one.marked for one in several)
         return Markdown(f"- {sentence}", metadata={FACT: {"key": key, "marked": marked}})
 

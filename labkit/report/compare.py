@@ -292,14 +292,16 @@ def findings(comparison: Comparison) -> list[str]:
     for kind in (verdicts.DEVICE, verdicts.SUSTAINED, verdicts.CALL):
         rows = select(measured, kind=kind)
         if len(rows):
-            middle = f"{times(rows['ratio'].median())} as fast in the median"
-            head = f"{kind.capitalize()} times, {count(len(rows), 'row')}: {comparison.other} is"
-            lines.append(f"{head} {middle}; {listing(_tally(rows))}.")
+            lines.append(
+                f"{kind.capitalize()} times, {count(len(rows), 'row')}: {comparison.other} is "
+                f"{times(rows['ratio'].median())} as fast in the median; {listing(_tally(rows))}."
+            )
     device = select(measured, kind=verdicts.DEVICE).sort_values("ratio").to_dict("records")
     if device:
         for words, row in {"lowest": device[0], "highest": device[-1]}.items():
-            text = f"The {words} ratio of device times is {times(row['ratio'])} ({_label(row)})."
-            lines.append(text)
+            lines.append(
+                f"The {words} ratio of device times is {times(row['ratio'])} ({_label(row)})."
+            )
     for name, rows in select(comparison.apart, why="did not fit").groupby("measured on"):
         lines.append(
             f"{count(len(rows), 'measurement')} fit on {name} alone, such as "
@@ -421,7 +423,8 @@ def others(chapters: Chapters, root: Path) -> str:
         lines.append(line)
     if not lines:
         return ""
-    rows = f"all rows: `labkit compare {base} NAME`"
-    text = f"Times as fast as this device, in the median row; {rows}."
     frame = pd.DataFrame(lines).fillna("–")
-    return f"## Other devices\n\n{tables.to_markdown(frame)}\n\n{text}"
+    return (
+        f"## Other devices\n\n{tables.to_markdown(frame)}\n\nTimes as fast as this device, in the "
+        f"median row; all rows: `labkit compare {base} NAME`."
+    )

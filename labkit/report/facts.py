@@ -12,7 +12,7 @@ other takes r× the memory of the base".
 import math
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -381,8 +381,8 @@ def beside(
     return joined.assign(ratio=joined[f"published_{value}"] / joined[column] * unit)
 
 
-def sentence(facts: Fact | Sequence[Fact], text: str = "", **texts: str) -> str:
-    """Returns a fact as a sentence.
+def sentence(*facts: Fact, text: str = "", **texts: str) -> str:
+    """Returns facts as a sentence.
 
     Args:
         facts: one, or several for one sentence without a verdict: {0}, {1} are their values,
@@ -395,18 +395,17 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", **texts: str) -> str:
         ValueError: a text with more than MOST_NUMBERS numbers, or for an undecided comparison,
             which has none.
     """
-    several = (facts,) if isinstance(facts, Fact) else tuple(facts)
-    first = several[0]
+    first = facts[0]
     for verdict in texts:
         check_known("verdict of a text", verdict, (verdicts.AHEAD, verdicts.LEVEL, verdicts.BEHIND))
     for one in (text, *texts.values()):
         num_fields = sum(1 for _, name, _, _ in string.Formatter().parse(one) if name)
         if num_fields > MOST_NUMBERS:
             raise ValueError(f"{num_fields} numbers in {one!r}; accepted: {MOST_NUMBERS}")
-    for fact in several:
+    for fact in facts:
         if fact.missing:
             return f"*Not measured: {fact.missing}.*"
-    for fact in several:
+    for fact in facts:
         if fact.small:
             about = f"{fact.plain}, {fact.case}".strip(", ")
             return f"*Too small, or too few cases, to draw a conclusion: {about}.*"
@@ -415,7 +414,7 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", **texts: str) -> str:
         chosen = ""  # cases that differ are a selection, which must say of how many
     if not chosen:
         return _plain(first)
-    return chosen.format(*several, **first.numbers).rstrip(".") + "."
+    return chosen.format(*facts, **first.numbers).rstrip(".") + "."
 
 
 def _plain(fact: Fact) -> str:

@@ -12,7 +12,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from labkit.report.frame import in_order, select, usable
 from labkit.report.text import power
@@ -111,13 +111,10 @@ def panels(
     num_columns = min(num_columns, len(shown))
     num_rows = -(-len(shown) // num_columns)
     figure = Figure(figsize=(6.4, height * num_rows), layout="constrained")
-    axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
-    for unused in axes[len(shown) :]:
-        unused.remove()
-    for axis in figure.axes:
-        for spine in axis.spines.values():
-            # It lies on the edge of the axes, which is laid out; asking each is slow.
-            spine.set_in_layout(False)
+    for number in range(len(shown)):
+        axis = figure.add_subplot(num_rows, num_columns, number + 1)
+        # They lie on the edge of the axes, which is laid out; asking each is slow.
+        axis.spines[:].set_in_layout(False)
     return figure, list(zip(figure.axes, shown, strict=True))
 
 
@@ -135,7 +132,7 @@ def log_time_axis(axis: Axes, label: str) -> None:
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
     axis.yaxis.set_major_formatter("{x:,g}")
-    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.minorticks_off()
     axis.set_ylabel(label)
 
 
@@ -146,13 +143,13 @@ def log_scale(axes: Axes, which: str) -> None:
     matplotlib's own labels are formulas, slow to set.
     """
     for name in which:
-        low, high = getattr(axes, f"get_{name}lim")()
+        axis = getattr(axes, f"{name}axis")
+        low, high = axis.get_view_interval()
         if 0 < high < 10 * low:
             continue
         getattr(axes, f"set_{name}scale")("log")
-        axis = getattr(axes, f"{name}axis")
         axis.set_major_formatter(lambda value, _: power(value))
-        axis.set_minor_locator(NullLocator())
+        axis.minorticks_off()
 
 
 def line_with_band(
@@ -264,9 +261,7 @@ def finish(figure: Figure, num_columns: int = 4) -> None:
         artists, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, artists, strict=True))
     if handles:
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=num_columns
-        )
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=num_columns)
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:

@@ -16,8 +16,8 @@ Row = Mapping[str, Any]
 
 ORDER = {
     "size": list(SIZES),
-    "precision": list(PRECISIONS),
-    "compile": list(COMPILE_MODES),
+    "precision": PRECISIONS,
+    "compile": COMPILE_MODES,
     "phase": [
         "compile",
         *PHASES,

@@ -46,8 +46,12 @@ def _look(dtype: str, statistics: str) -> dict:
     """Returns how a line of `dtype` is drawn: its markers hollow where the sums are of another."""
     style = figures.STYLES[dtype]
     face = style.colour if dtype == statistics else "white"
-    markers = {"marker": style.marker, "markersize": 5, "markerfacecolor": face}
-    return {"color": style.colour, **markers}
+    return {
+        "color": style.colour,
+        "marker": style.marker,
+        "markersize": 5,
+        "markerfacecolor": face,
+    }
 
 
 def dtypes(records: pd.DataFrame) -> pd.DataFrame:

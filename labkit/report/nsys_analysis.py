@@ -98,7 +98,7 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
         return None
     table = row["observed"]["tables"]["timeline"]
     columns = ["kernel_class", "phase", "block", "start_us", "duration_us"]
-    launches = pd.DataFrame({name: table[name] for name in columns})
+    launches = pd.DataFrame(table, columns=columns)
     launches["end_us"] = launches["start_us"] + launches["duration_us"]
     launches["phase"] = launches["phase"].map(dict(enumerate(table["phase_names"])))
     blocks = launches[launches["block"] >= 0]

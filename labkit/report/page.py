@@ -52,15 +52,15 @@ def html(markdown: str, folder: Path, title: str) -> str:
     add_toc_hook(reader, min_level=2, heading_id=identity)
     body, state = reader.parse(markdown)
     contents = render_toc_ul(state.env["toc_items"])
-    top = "contents"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{entities.escape(title)}</title>\n<style>{_STYLE_SHEET}</style>\n</head>\n<body>\n"
-        f'<nav id="{top}" aria-label="Contents"><details><summary>Contents</summary>\n'
+        '<nav id="contents" aria-label="Contents"><details><summary>Contents</summary>\n'
         f"{contents}</details></nav>\n"
-        f'<main>\n{body}<p class="top"><a href="#{top}">Contents</a></p></main>\n</body>\n</html>\n'
+        f'<main>\n{body}<p class="top"><a href="#contents">Contents</a></p></main>\n'
+        "</body>\n</html>\n"
     )
 
 

@@ -433,9 +433,8 @@ def samples(devices: Iterable[Chapter]) -> pd.DataFrame:
         roofs = measured_roofs(chapter)
         if roofs is None:
             continue
-        kernels = chapter.of("02_nsys_analysis")
         graphs = _steps(chapter, ["execution"], "graph_step", "median_ms")
-        sums = _steps(kernels, ["profiles"], "train_step", "step_kernel_ms")
+        sums = _steps(chapter.of("02_nsys_analysis"), ["profiles"], "train_step", "step_kernel_ms")
         rows += [
             step | {"roofs": roofs} | terms(step["setting"], roofs)
             for step in (*graphs, *sums)

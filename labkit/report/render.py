@@ -166,8 +166,10 @@ def _unfinished(chapters: Chapters) -> list[str]:
     for name, chapter in chapters.items():
         done = read_done(chapter.folder, name)
         if "num_missing" not in done:
-            text = "did not run to its end: what follows is what was recorded before it stopped"
-            warnings.append(f"**{name} {text}.**")
+            warnings.append(
+                f"**{name} did not run to its end: what follows is what was recorded before it "
+                "stopped.**"
+            )
             continue
         if done.get("profile") == "quick":
             quick.append(name[:2])

@@ -51,8 +51,7 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
             for key, sessions in by_session(timed).items():
                 found = _of_measurement(list(sessions.values()), key in waiting)
                 rows += [(chapter, *row) for row in found]
-    columns = ["chapter", "row", "kind", "lowest_ms", "highest_ms"]
-    frame = pd.DataFrame(rows, columns=columns)
+    frame = pd.DataFrame(rows, columns=["chapter", "row", "kind", "lowest_ms", "highest_ms"])
     return frame.assign(difference=frame["highest_ms"] / frame["lowest_ms"] - 1)
 
 
@@ -86,7 +85,7 @@ def _of_measurement(
             kind = OTHER_CALLS
         words = name if value == "median_ms" else f"{name}, {value}"
         for later in times[1:]:
-            yield words, kind, min(times[0], later), max(times[0], later)
+            yield words, kind, *sorted([times[0], later])
 
 
 def shares(differences: pd.DataFrame) -> pd.DataFrame:
