@@ -4,9 +4,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import nbformat
 import pytest
+from typer.testing import CliRunner
 
-from labkit import notebooks
+from labkit import cli, notebooks
 from labkit.device import Device, cpu_name, slugify
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.records import HOST_SECTION, Record, RecordStore
@@ -43,6 +45,24 @@ def measure_all(
                 if not isinstance(error, Skip):
                     break
     return measured, failed
+
+
+def store_of(folder: Path, notebook: str) -> RecordStore:
+    """Returns where a notebook's records of a device are written; makes the device's folder."""
+    (folder / "records").mkdir(parents=True, exist_ok=True)
+    return RecordStore(folder / "records" / f"{notebook}.jsonl")
+
+
+def labkit(*arguments):
+    """Returns what the command line does with these arguments."""
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def write_notebook(folder: Path, source: str) -> None:
+    """Writes notebook 09_written, of a parameters cell and another one."""
+    cells = [nbformat.v4.new_code_cell(text) for text in ("a = 1", source)]
+    cells[0].metadata["tags"] = ["parameters"]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "09_written.ipynb")
 
 
 def recorded(notebook: str, folder: Path) -> list[Record]:

@@ -199,10 +199,15 @@ def _measure(case: Case, phase: str, subject: Subject) -> Measured:
     return measured
 
 
+def steps_of(log: Path) -> list[tuple[str, str]]:
+    """Returns the case and the step of each line of a log."""
+    entries = map(json.loads, log.read_text().splitlines())
+    return [(entry["name"], entry["step"]) for entry in entries]
+
+
 def _num_attempts(case: Case) -> int:
     """Returns how often the phase at which the case misbehaves has begun so far, in any process."""
-    entries = map(json.loads, Path(case.parameters["log"]).read_text().splitlines())
-    steps = [(entry["name"], entry["step"]) for entry in entries]
+    steps = steps_of(Path(case.parameters["log"]))
     return steps.count((case.parameters["name"], case.parameters["at"]))
 
 
@@ -212,7 +217,6 @@ def _note(case: Case, step: str, **more: float) -> None:
         "step": step,
         "worker": os.getpid(),
         "mark": os.environ.get(MARK, ""),
-        "time_s": time.monotonic(),
         **more,
     }
     with open(case.parameters["log"], "a", encoding="utf-8") as file:

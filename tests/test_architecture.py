@@ -34,8 +34,16 @@ PLAIN = LAYERS[5]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 WITHOUT_TORCH = (
-    *("cli", "configs", "records", "accounting", "published"),
-    *("notebooks", "device", "monitor", "experiments", "report"),
+    "cli",
+    "configs",
+    "records",
+    "accounting",
+    "published",
+    "notebooks",
+    "device",
+    "monitor",
+    "experiments",
+    "report",
 )
 
 
@@ -94,8 +102,12 @@ def test_reading_a_report_needs_neither_torch_nor_triton_and_a_model_no_compiler
 
 
 NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
 }
 
 

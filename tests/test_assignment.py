@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
+from chapters import labkit
 
 from labkit import cli
 from labkit.configs import RequestError
@@ -135,7 +135,7 @@ def test_a_failure_is_tried_with_labkits_adapters(checkout):
         f"from .adapters import *\ndef test_it(): assert 'Tiled' in {name}().__name__"
     )
     (checkout / "tests/adapters.py").write_text(f"def {name}(): return int")
-    result = CliRunner().invoke(cli.app, ["course", str(checkout), "--no-contests"])
+    result = labkit("course", checkout, "--no-contests")
     assert result.exit_code == 1 and "1 failed" in result.output
     failed, passed = (x for x in result.output.split("\n") if "test_it" in x)
     assert failed.startswith("failed") and passed.startswith("passed")

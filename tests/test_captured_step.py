@@ -9,11 +9,9 @@ from functools import partial
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU
+from chapters import CPU, labkit
 from torch.profiler import record_function
-from typer.testing import CliRunner
 
-from labkit import cli
 from labkit.configs import RequestError
 from labkit.experiments import captured_step
 from labkit.experiments.captured_step import capture_steps, main, marked, parameters_of, run_cases
@@ -121,9 +119,9 @@ def test_the_program_goes_on_after_what_does_not_fit_and_ends_at_another_failure
 def test_a_step_is_profiled_and_its_capture_kept(tmp_path):
     path = tmp_path / "mine.json"
     options = ["--context", "8", "--phase", "inference", "--precision", "fp32"]
-    asked = ["profile", "nano", *options, "--output", str(path.with_suffix(""))]
-    result = CliRunner().invoke(cli.app, asked)
+    asked = ["profile", "nano", *options, "--output", path.with_suffix("")]
+    result = labkit(*asked)
     assert result.exit_code == 0 and profiling.read_chrome_trace(path).source == "kineto cpu"
-    assert CliRunner().invoke(cli.app, [*asked, "--phase", "all"]).exit_code == 2
-    unwritable = CliRunner().invoke(cli.app, [*asked, "--output", "/proc/x/y"])
+    assert labkit(*asked, "--phase", "all").exit_code == 2
+    unwritable = labkit(*asked, "--output", "/proc/x/y")
     assert isinstance(unwritable.exception, RequestError)

@@ -3,8 +3,9 @@ zero.
 """
 
 import pytest
+from chapters import store_of
 
-from labkit.records import Record, RecordStore
+from labkit.records import Record
 from labkit.report import compare
 
 NOTEBOOK = "01_benchmarking"
@@ -45,8 +46,7 @@ PAIRS = {
 
 
 def written(root, device, content):
-    store = RecordStore(root / device / "records" / f"{NOTEBOOK}.jsonl")
-    store.path.parent.mkdir(parents=True)
+    store = store_of(root / device, NOTEBOOK)
     for context, fields in content.items():
         known = metrics(10.0) | {
             "section": "execution",
@@ -99,9 +99,7 @@ def test_a_page_has_findings_and_every_row(sides):
 
 def test_a_report_lists_the_other_devices(tmp_path, sides):
     written(tmp_path, "cpu-c", {128: metrics(1000.0)})
-    damaged = tmp_path / "d" / "records" / f"{NOTEBOOK}.jsonl"
-    damaged.parent.mkdir(parents=True)
-    damaged.write_text("{}\n")
+    store_of(tmp_path / "d", NOTEBOOK).path.write_text("{}\n")
     text = compare.others(sides[0], tmp_path)
     head, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
     assert head == "| device | rows in common | device times |"

@@ -79,14 +79,7 @@ def contest_case(*impls: str, names=PASSES, **changes) -> Case:
     )
 
 
-def tile_case(block_q: int) -> Case:
-    return Case(
-        "tiles",
-        SHAPE | {"block_q": block_q, "block_k": 16, "num_warps": 4, "num_stages": 1},
-        ("forward",),
-        60.0,
-        0.01,
-    )
+TILE = {"block_q": 16, "block_k": 16, "num_warps": 4, "num_stages": 1}
 
 
 measure = functools.partial(measure_all, run_case)
@@ -245,7 +238,7 @@ def measure_here(case: Case) -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (tile_case(16), {}),
+        (Case("tiles", SHAPE | TILE, ("forward",), 60.0, 0.01), {}),
         (contest_case("triton", heads=1, length=32), {"is_auto": 0}),
     ],
 )

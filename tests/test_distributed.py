@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from chapters import CPU, H200
+from chapters import CPU, H200, store_of
 
 from labkit import device
 from labkit.experiments import distributed
@@ -129,8 +129,7 @@ def test_ranks_measure_steps():
 
 def test_records_of_several_devices_stand_in_for_those_of_one(tmp_path, monkeypatch):
     for name, num_records in {"2x-gpu": 3, "10x-gpu": 2, "2x-other": 9}.items():
-        (tmp_path / name / "records").mkdir(parents=True)
-        (tmp_path / name / "records" / "07_x.jsonl").write_text("{}\n" * num_records)
+        store_of(tmp_path / name, "07_x").path.write_text("{}\n" * num_records)
     assert folder_of(tmp_path, "gpu", "07_x").name == "2x-gpu"
     assert folder_of(tmp_path, "none", "07_x").name == "none"
     monkeypatch.setattr(device, "detect", lambda: H200)

@@ -4,8 +4,9 @@ import math
 
 import pandas as pd
 import pytest
+from chapters import store_of
 
-from labkit.records import Record, RecordStore
+from labkit.records import Record
 from labkit.report import facts, verdicts
 from labkit.report.chapter import Chapter
 from labkit.report.facts import Fact, Quantity, compare, compare_all, compare_rows, measured
@@ -157,8 +158,7 @@ def test_calls_of_two_hosts_decide_nothing_where_the_host_sets_their_time():
 
 
 def test_a_session_of_another_commit_enters_no_number_range_or_count(tmp_path):
-    store = RecordStore(tmp_path / "gpu" / "records" / "01_benchmarking.jsonl")
-    store.path.parent.mkdir(parents=True)
+    store = store_of(tmp_path / "gpu", "01_benchmarking")
     for session, commit, ms in (("old", "1", 50.0), ("first", "2", 10.2), ("last", "2", 10.0)):
         store.append(
             Record(

@@ -52,11 +52,6 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 BOTH = (False, True)
 
 
-def attention_lse_reference(q, k, *, causal=False, scale=None, window=None):
-    """Returns log Σ exp(scale · q kᵀ) of each query; −∞ for one that sees no key."""
-    return torch.logsumexp(_scores(q, repeat_heads(k, q), causal, scale, window)[0], dim=-1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One problem: (batch, query heads, key heads, queries, keys, head dimension) and how it is
@@ -165,10 +160,12 @@ def eager(case: Case, dtype: torch.dtype, tensors: tuple[Tensor, ...]) -> dict[s
     """
     *leaves, grad_out = (x.to(dtype).contiguous() for x in tensors)
     leaves = [x.requires_grad_() for x in leaves]
-    options = {"causal": case.causal, "window": case.window, "scale": case.scale}
-    out = attention_reference(*leaves, **options)
+    q, k, v = leaves
+    mask = {"causal": case.causal, "window": case.window, "scale": case.scale}
+    out = attention_reference(q, k, v, **mask)
     grads = torch.autograd.grad(out, leaves, grad_out)
-    lse = attention_lse_reference(*leaves[:2], **options)
+    # −∞ for a query that sees no key.
+    lse = torch.logsumexp(_scores(q, repeat_heads(k, q), **mask)[0], dim=-1)
     return {name: x.detach().double() for name, x in zip(NAMES, (out, lse, *grads), strict=True)}
 
 
@@ -426,10 +423,9 @@ def test_the_functions_save_one_log_sum_exp(impl):
         torch.testing.assert_close(x.double(), exact[name], rtol=1e-5, atol=1e-5)
 
 
-LENGTHS_Q, LENGTHS_K = (
-    (17, 1, 32, 46, 33),
-    (30, 5, 32, 64, 12),
-)  # some are tiles of the interpreted kernels, full
+# Some are tiles of the interpreted kernels, full.
+LENGTHS_Q = (17, 1, 32, 46, 33)
+LENGTHS_K = (30, 5, 32, 64, 12)
 
 
 def cumulative(lengths: tuple[int, ...]) -> Tensor:
@@ -523,9 +519,18 @@ def check_operators(impl: str) -> None:
         torch.library.opcheck(forward.default, arguments, **checks, atol=1e-5, rtol=1e-5)
 
 
-RUN_FACTS = ("global_scratch_size", "profile_scratch_size", "num_ctas", "launch_cooperative_grid")
-RUN_FACTS += ("global_scratch_align", "profile_scratch_align", "launch_pdl", "gsan_enabled")
-RUN_FACTS += ("arg_annotations", "kernel_signature")
+RUN_FACTS = (
+    "global_scratch_size",
+    "profile_scratch_size",
+    "num_ctas",
+    "launch_cooperative_grid",
+    "global_scratch_align",
+    "profile_scratch_align",
+    "launch_pdl",
+    "gsan_enabled",
+    "arg_annotations",
+    "kernel_signature",
+)
 """What Triton's releases know of a compiled kernel."""
 
 

@@ -10,8 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import nbformat
 import pytest
+from chapters import write_notebook
 from processes import holding, is_true_within
 
 from labkit import guard
@@ -62,9 +62,7 @@ time.sleep(600)
 
 
 def test_a_notebook_that_is_killed_leaves_nothing(temporary, tmp_path):
-    cells = [nbformat.v4.new_code_cell("a = 1"), nbformat.v4.new_code_cell(KERNEL)]
-    cells[0].metadata["tags"] = ["parameters"]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "09_written.ipynb")
+    write_notebook(tmp_path, KERNEL)
     code = (
         "import pathlib; from labkit import notebooks\n"
         f"notebooks.NOTEBOOKS = pathlib.Path({str(tmp_path)!r})\n"

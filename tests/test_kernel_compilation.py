@@ -62,7 +62,6 @@ SINGLE_SPILL_LIMIT = {head_dim: 2 * values * 4 for head_dim, values in VALUES.it
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 
 KERNELS = ("forward", "dkdv", "dq")
-HOPPER_MODULES = (forward, one_pass)
 
 OTHER_MODULES = [
     importlib.import_module(f"labkit.kernels.{found.name}")
@@ -132,7 +131,7 @@ def compile_plan(
             (plan, "forward_splits", lambda *_: num_splits),
             (forward, "num_splits_of", lambda *_: num_splits),
             (plan, "_is_elsewhere", lambda _: False),
-            *((one, "num_multiprocessors", lambda _: programs) for one in HOPPER_MODULES),
+            *((one, "num_multiprocessors", lambda _: programs) for one in (forward, one_pass)),
             (forward, "l2_cache_bytes", lambda _: 50 << 20),
             (plan.Layout, "empty", on_meta),
         ):
@@ -284,8 +283,11 @@ def test_every_shipped_tile_compiles_and_fits(family, arithmetic, capability, wi
 
 @pytest.mark.parametrize("head_dim", [72, *more(16, 128, 256)])
 def test_the_kernels_around_them_do_not_spill(head_dim):
-    around = ("flash_attention_bwd_delta_kernel", "attention_slices_kernel")
-    around += ("attention_combine_kernel",)
+    around = (
+        "flash_attention_bwd_delta_kernel",
+        "attention_slices_kernel",
+        "attention_combine_kernel",
+    )
     precision = "bf16x6" if head_dim <= 128 else "ieee"
     options = {"precision": precision, "num_splits": 3, "only": around}
     found = compile_plan(90, head_dim, torch.float32, **options)

@@ -6,8 +6,8 @@ import re
 import sys
 import types
 
-import nbformat
 import pytest
+from chapters import store_of, write_notebook
 
 from labkit import cli, notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
@@ -98,9 +98,7 @@ def written(tmp_path, monkeypatch):
     """Writes a notebook of a parameters cell and another one, and returns its name."""
 
     def write(source: str) -> str:
-        cells = [nbformat.v4.new_code_cell(text) for text in ("a = 1", source)]
-        cells[0].metadata["tags"] = ["parameters"]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "09_written.ipynb")
+        write_notebook(tmp_path, source)
         monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
         return "09_written"
 
@@ -159,8 +157,7 @@ def ended(monkeypatch, capsys):
 
 def a_record(output, device: str) -> RecordStore:
     """Returns the store of a notebook of that device, with one record."""
-    (output / device / "records").mkdir(parents=True)
-    store = RecordStore(output / device / "records" / "01_benchmarking.jsonl")
+    store = store_of(output / device, "01_benchmarking")
     store.append(Record("01_benchmarking", "steps", {}, "forward", device, 1, status="oom"))
     return store
 

@@ -23,11 +23,13 @@ CANARY = "a-canary-that-sings-in-no-file"
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
-def parameters(context=16, precision="fp32", attention="eager") -> dict:
-    return parameters_of("nano", str(context), precision, attention)
+def profiled(*words: str, **options) -> ProfiledCase:
+    """Returns the training step of a size, context, precision and attention."""
+    return ProfiledCase("profiles", parameters_of(*words), ("train_step",), 300.0, **options)
 
 
-STEPS = [f"nano {context} fp32 eager train_step" for context in (8, 16)]
+FIRST, LATER, OTHER = [("nano", context, "fp32", "eager") for context in ("8", "16", "32")]
+STEPS = [" ".join((*words, "train_step")) for words in (FIRST, LATER)]
 
 
 def trace_of(names: list[str], failure: str = "") -> Trace:
@@ -72,9 +74,8 @@ def measured(monkeypatch):
 
 
 def test_cases_share_one_capture(measured):
-    later = ProfiledCase("profiles", parameters(context=16), ("train_step",), 300.0)
-    together = tuple(tuple(step.split()) for step in STEPS)
-    case = dataclasses.replace(later, parameters=parameters(context=8), together=together)
+    later = profiled(*LATER)
+    case = profiled(*FIRST, together=tuple(tuple(step.split()) for step in STEPS))
     nsys = FakeNsys(STEPS)
     first = measured(nsys, case)
     assert first.case == case.parameters and first.observed["profiler_version"] == "2025.3.1"
@@ -89,15 +90,12 @@ def test_cases_share_one_capture(measured):
 @pytest.mark.parametrize("status", ["oom", "error"])
 def test_what_fails_in_the_captured_process_fails_once(measured, status):
     """At its own turn, though others are captured before it, and whatever it ran before."""
-    later = ProfiledCase("profiles", parameters(context=16), ("train_step",), 300.0)
-    case = dataclasses.replace(later, parameters=parameters(context=8))
     nsys = FakeNsys(STEPS, f"{status} {STEPS[1]} it broke")
-    assert measured(nsys, case).status == "ok"
-    failed = measured(None, later)
+    assert measured(nsys, profiled(*FIRST)).status == "ok"
+    failed = measured(None, profiled(*LATER))
     assert (failed.status, failed.reason, failed.metrics) == (status, "it broke", {})
-    other = dataclasses.replace(later, parameters=parameters(context=32))
     with pytest.raises(ProfileError, match="ended before its first step"):
-        measured(nsys, other)
+        measured(nsys, profiled(*OTHER))
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error():
@@ -141,8 +139,7 @@ def test_nsys_and_torch_profiler_give_the_same_table(measured):
     nsys = Nsys.find()
     if failure := nsys.failure() if nsys else "not found":
         pytest.skip(f"needs nsys: {failure}")
-    words = ("small", "512", "fp32", "eager", "train_step")
-    case = ProfiledCase("profiles", parameters_of(*words[:-1]), ("train_step",), 300.0)
+    case = profiled("small", "512", "fp32", "eager")
     theirs = measured(nsys, case)
     ours = measured(None, case)
     assert (theirs.observed["profiler"], ours.observed["profiler"]) == ("nsys", "kineto")

@@ -38,12 +38,6 @@ FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
 PHASES = ("inference", "forward", "backward", "optimizer")
 
 
-def change(path: Path, script: str) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.executescript(script)
-    connection.close()
-
-
 def test_the_fixture_has_five_steps_each_one_matmul_and_one_softmax_and_three_matmuls_outside():
     before = FIXTURE.read_bytes()
     trace = read_nsys(FIXTURE, "2025.3.1")
@@ -104,7 +98,9 @@ def test_a_launch_lies_in_the_ranges_that_are_open():
 def test_what_no_capture_can_hold_is_refused(tmp_path, statement, message):
     path = tmp_path / "not sql?.sqlite"
     path.write_bytes(FIXTURE.read_bytes())
-    change(path, statement)
+    with sqlite3.connect(path) as connection:
+        connection.executescript(statement)
+    connection.close()
     with pytest.raises(ProfileError, match=rf"not sql\?\.sqlite .*{message}"):
         read_nsys(path)
 
@@ -193,8 +189,6 @@ elif sys.argv[1] == "export" and (here / "export.sqlite").exists():
     shutil.copy(here / "export.sqlite", value("--output"))
 """
 
-PASS = [sys.executable, "-c", "pass"]
-
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
@@ -249,7 +243,7 @@ def test_an_nsys_that_refuses_options_is_asked_again_without_them(fake, tmp_path
 def test_a_capture_that_fails_says_what_is_missing(fake):
     (fake / "export.sqlite").write_text("no database at all " * 100)
     with pytest.raises(ProfileError, match=r"^capture\.sqlite cannot be read as an SQLite export"):
-        Nsys.find().capture(PASS, timeout_s=60)
+        Nsys.find().capture([sys.executable, "-c", "pass"], timeout_s=60)
 
 
 def test_an_nsys_that_cannot_read_its_captures_is_not_used(fake, capsys):

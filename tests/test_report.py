@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib
 import pandas as pd
 import pytest
+from chapters import store_of
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
@@ -48,7 +49,7 @@ FUSED = card.LADDER["+ our kernels"] | {"size": "2.7b", "context": 512}
 
 def change(folder, status="ok", *, median_ms=94.0, disturbed=False):
     """Appends newer records of the ladder's fastest step, as each of its sessions would."""
-    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
+    store = store_of(folder, NOTEBOOK)
     times = ("median_ms", "host_median_ms", "min_ms", "p20_ms", "p80_ms")
     for known in store.load():
         is_step = (known.section, known.phase) == ("execution", "graph_step")
@@ -100,7 +101,7 @@ def test_a_table_larger_than_a_page_takes_is_refused_and_is_a_csv(folder):
 
 
 def test_records_of_another_device_are_refused(folder):
-    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
+    store = store_of(folder, NOTEBOOK)
     store.append(dataclasses.replace(store.load()[0], device="abacus", phase="other"))
     other = shutil.copytree(folder, folder.parent / "sundial")
     for asked in (folder, other):
@@ -221,11 +222,10 @@ def written_by(folder: Path, text: str, device: str) -> Path:
     free; their report.
     """
     source = FIGURES / "cpu-intel-xeon-processor"
-    (folder / device / "records").mkdir(parents=True)
+    store = store_of(folder / device, NOTEBOOK)
     environment = json.loads((source / "environment.json").read_text())
     environment["device"]["name"] = environment["cpu"]["name"] = text
     (folder / device / "environment.json").write_text(json.dumps(environment))
-    store = RecordStore(folder / device / "records" / f"{NOTEBOOK}.jsonl")
     free = dict.fromkeys(("machine", "recorded_at", "session"), text)
     free |= {"software": {"torch": text, "triton": text}, "source": {"commit": text}}
     for record in RecordStore(source / "records" / f"{NOTEBOOK}.jsonl").load():

@@ -3,13 +3,12 @@ wrote.
 """
 
 import contextlib
-import json
 import re
 from dataclasses import replace
 
 import pytest
-from faulty_experiment import make_case, open_session
-from typer.testing import CliRunner
+from chapters import labkit, store_of
+from faulty_experiment import make_case, open_session, steps_of
 
 from labkit import cli
 from labkit.configs import REFERENCE_DEVICE, SIZES
@@ -19,10 +18,6 @@ from labkit.experiments import sweep
 CPU = "cpu-intel-xeon-processor"
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
-
-
-def labkit(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -91,8 +86,7 @@ def test_what_the_report_could_not_read_ends_a_run_before_it_measures(
     rounds, tmp_path, monkeypatch
 ):
     claim_gpu(monkeypatch)
-    damaged = tmp_path / "2x-a-gpu" / "records" / "07_distributed.jsonl"
-    damaged.parent.mkdir(parents=True)
+    damaged = store_of(tmp_path / "2x-a-gpu", "07_distributed").path
     damaged.write_text("{}\n")
     error = labkit("run", "05", "-o", tmp_path).exception
     assert f"{damaged}, line 1: schema version None" in str(error) and not rounds
@@ -109,8 +103,7 @@ def test_a_chapter_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
 def test_ranks_that_measure_all_phases_at_once_take_from_the_sessions_start(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "FIGURES", tmp_path)
     name = "07_distributed"
-    (tmp_path / "cpu-a" / "records").mkdir(parents=True)
-    store = sweep.RecordStore(tmp_path / "cpu-a" / "records" / f"{name}.jsonl")
+    store = store_of(tmp_path / "cpu-a", name)
     when = {"session": "20261127T093048Z-45ae", "recorded_at": "2026-11-27T09:35:28+00:00"}
     for phase in ("all_reduce", "broadcast"):
         store.append(sweep.Record(name, "collectives", {"ranks": 4}, phase, "cpu-a", 1, **when))
@@ -140,11 +133,6 @@ def test_the_bar_counts_the_expected_seconds_of_all_sessions(tmp_path, monkeypat
     output, bar = capsys.readouterr()
     assert output.endswith("\n90 new: 3 ok\n")
     assert "100%" in bar and "Compiling" not in bar
-
-
-def steps_of(log) -> list[tuple[str, str]]:
-    entries = map(json.loads, log.read_text().splitlines())
-    return [(entry["name"], entry["step"]) for entry in entries]
 
 
 def test_a_rehearsal_runs_what_compiles_and_drops_what_it_measured(tmp_path, monkeypatch, capfd):

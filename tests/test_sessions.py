@@ -2,10 +2,11 @@
 limits are the limits.
 """
 
-import pytest
-from typer.testing import CliRunner
+from functools import partial
 
-from labkit import cli
+import pytest
+from chapters import labkit, store_of
+
 from labkit.configs import FIGURES, REFERENCE_DEVICE
 from labkit.records import Record, RecordStore
 from labkit.report import benchmarking, card, facts, sessions
@@ -110,24 +111,19 @@ def test_too_few_rows_of_a_kind_fail():
     assert [label.get_text() for label in axis.get_yticklabels()] == [sessions.OTHER_CALLS]
 
 
-def compare(*arguments):
-    return CliRunner().invoke(cli.app, ["compare", *arguments])
-
-
 def test_the_command_shows_the_rows_and_fails_only_when_checking(tmp_path):
-    (tmp_path / "a-gpu" / "records").mkdir(parents=True)
-    store = RecordStore(tmp_path / "a-gpu" / "records" / f"{NOTEBOOK}.jsonl")
+    store = store_of(tmp_path / "a-gpu", NOTEBOOK)
     store.append(record("s1"))
-    common = ("--sessions", "a-gpu", "--output", str(tmp_path))
-    assert "No commit has a row of two sessions." in compare(*common).output
+    compare = partial(labkit, "compare", "--sessions", "a-gpu", "--output", tmp_path)
+    assert "No commit has a row of two sessions." in compare().output
     store.append(record("s2", 1.01))
-    assert compare(*common, "--check", "--notebook", "01").exit_code == 0
+    assert compare("--check", "--notebook", "01").exit_code == 0
     store.append(record("s3", 1.2))
-    result = compare(*common)
+    result = compare()
     within = "Two sessions agree: 50 % of 2 device times within 5 %."
     assert result.exit_code == 0 and result.output.startswith(within)
     assert "| steps: a, forward |" in result.output
-    assert compare(*common, "--check").exit_code == 1
+    assert compare("--check").exit_code == 1
     chapter = Chapter(NOTEBOOK, device="a-gpu", output=str(tmp_path))
     assert within in card.page({NOTEBOOK: chapter}, {})
 

@@ -72,14 +72,6 @@ def outcome(output: Path, name: str) -> dict[str, tuple[str, str]]:
     }
 
 
-def pids(output: Path, name: str) -> list[int]:
-    return [
-        record.observed["pid"]
-        for record in records_of(output, name).values()
-        if record.status == "ok"
-    ]
-
-
 def run(output: Path, plan: list[sweep.Case], *, fresh: bool = False) -> None:
     sweep.measure([open_session(output, plan, fresh=fresh)])
 
@@ -142,7 +134,12 @@ def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log):
             assert (status == "ok") == bool(record.metrics), (name, phase)
         assert outcome(output, after) == ALL_OK
         assert started(log, name, without="child") == ([] if at == "build" else list(PHASES))
-        workers = {pid for one in (before, name, after) for pid in pids(output, one)}
+        workers = {
+            record.observed["pid"]
+            for one in (before, name, after)
+            for record in records_of(output, one).values()
+            if record.status == "ok"
+        }
         assert len(workers) == (1 if behaviour in KEPT else 2), name
         before = after
 

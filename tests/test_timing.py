@@ -8,7 +8,6 @@ import gc
 import itertools
 import math
 import random
-import re
 import statistics
 import time
 import types
@@ -142,20 +141,12 @@ def test_sampling_stops_for_the_reason_that_it_gives(
         assert sum(timed.samples_ms[:-1]) < 100.0 <= sum(timed.samples_ms) + 1e-6
 
 
-def must_not_run(*_):
-    pytest.fail("something was timed before the arguments were looked at")
+def test_a_method_of_another_device_is_refused_before_anything_runs():
+    def function():
+        pytest.fail("something was timed before the arguments were looked at")
 
-
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("wallclock", "unknown method on cpu 'wallclock'; accepted: host"),
-        ("graph", "unknown method on cpu 'graph'; accepted: host"),
-    ],
-)
-def test_what_cannot_be_timed_is_refused_before_anything_runs(method, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        timed_here(must_not_run, method=method)
+    with pytest.raises(ValueError, match="unknown method on cpu 'graph'; accepted: host"):
+        timed_here(function, method="graph")
 
 
 def test_the_garbage_collector_rests_while_sampling_and_is_then_as_before():

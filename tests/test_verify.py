@@ -3,9 +3,8 @@
 import shutil
 
 import pytest
-from typer.testing import CliRunner
+from chapters import labkit
 
-from labkit import cli
 from labkit.configs import FIGURES
 from labkit.report import render, verify
 
@@ -33,7 +32,7 @@ def test_a_committed_folder_is_fine_until_a_number_is_changed(folder):
     table = folder / "tables" / "03_steps.csv"
     table.write_text(table.read_text().replace("nano", "micro", 1))
     assert failures(folder) == {"tables": "03_steps.csv do not follow from the records"}
-    assert CliRunner().invoke(cli.app, ["verify", str(folder)]).exit_code == 1
+    assert labkit("verify", folder).exit_code == 1
 
 
 def test_records_of_nobody_knows_which_code_are_named(folder):

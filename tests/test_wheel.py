@@ -50,21 +50,22 @@ def test_every_file_of_the_package_is_inside(wheel):
     assert packed == set(notebooks.names())
 
 
-def run(wheel, folder, *arguments: str) -> subprocess.CompletedProcess:
+def run(wheel, folder, *arguments: str) -> str:
+    """Returns what Python says with this wheel alone."""
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+    found = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
 
 
 def test_it_finds_notebooks_grids_and_datasheets_and_writes_where_it_is_called(wheel, tmp_path):
     found = run(wheel, tmp_path, "-c", LOOK)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == notebooks.names()
+    assert found.split() == notebooks.names()
 
 
 def test_without_any_record_a_plan_says_what_memory_it_takes(wheel, tmp_path):
     plan = run(wheel, tmp_path, "-m", "labkit", "plan", "medium")
-    assert plan.returncode == 0, plan.stderr
-    _, _, memory, _, time, _ = plan.stdout.splitlines()
+    _, _, memory, _, time, _ = plan.splitlines()
     assert memory.startswith("Memory: ") and "fits" in memory
     assert time.startswith("Time: no step of this way is recorded")
