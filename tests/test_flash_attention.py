@@ -708,41 +708,33 @@ def call_gluon(dim=64, **options):
 
 
 BAD_TYPES = {
-    "q must be a tensor, got list": lambda: call(q=[1.0]),
-    "scale must be None or a positive finite number; got Tensor": lambda: call(
-        scale=torch.ones(())
-    ),
-    "cu_seqlens_q must be a tensor, got NoneType": lambda: call(
-        shape=PACKED, cu_seqlens_k=cu(0, 10)
-    ),
+    "q must be a tensor, got list": {"q": [1.0]},
+    "scale must be None or a positive finite number; got Tensor": {"scale": torch.ones(())},
+    "cu_seqlens_q must be a tensor, got NoneType": {"shape": PACKED, "cu_seqlens_k": cu(0, 10)},
     "max_seqlen_k must be None or an int": lambda: call_packed(cu(0, 10), max_seqlen_k=10.0),
 }
 BAD_VALUES = {
-    "q must be (batch, length, d) or": lambda: call(shape=(6, 8)),
-    "or torch.float64 on cpu, got torch.int64": lambda: call(q=zeros(*Q, dtype=int)),
-    "q must be neither sparse nor nested": lambda: call(q=zeros(*Q).to_sparse()),
-    "v must be torch.float32 on cpu, got torch.float16": lambda: call(v=zeros(*Q).half()),
-    "head dimension of q must be 1 to 256; got 257": lambda: call(shape=(1, 1, 2, 257)),
-    "k must be of shape (2, 4, 6, 8), got (3,": lambda: call(
-        k=zeros(3, 4, 6, 8), v=zeros(3, 4, 6, 8)
-    ),
-    "heads of k must divide those of q, 4": lambda: call(k=zeros(2, 3, 6, 8), v=zeros(2, 3, 6, 8)),
-    "each at least 1; got shape (0, 4, 6, 8)": lambda: call(shape=(0, 4, 6, 8)),
-    "scale must be None or a positive finite number; got 0.0": lambda: call(scale=0.0),
-    "window must be None, a number of keys to each side, or (left, right) with": lambda: call(
-        window=(1, 2, 3)
-    ),
-    "impl must be one of auto, gluon, triton, tiled; got 'cuda'": lambda: call(impl="cuda"),
-    "impl='triton' takes q, k and v on a CUDA device; got cpu": lambda: call(impl="triton"),
+    "q must be (batch, length, d) or": {"shape": (6, 8)},
+    "or torch.float64 on cpu, got torch.int64": {"q": zeros(*Q, dtype=int)},
+    "q must be neither sparse nor nested": {"q": zeros(*Q).to_sparse()},
+    "v must be torch.float32 on cpu, got torch.float16": {"v": zeros(*Q).half()},
+    "head dimension of q must be 1 to 256; got 257": {"shape": (1, 1, 2, 257)},
+    "k must be of shape (2, 4, 6, 8), got (3,": {"k": zeros(3, 4, 6, 8), "v": zeros(3, 4, 6, 8)},
+    "heads of k must divide those of q, 4": {"k": zeros(2, 3, 6, 8), "v": zeros(2, 3, 6, 8)},
+    "each at least 1; got shape (0, 4, 6, 8)": {"shape": (0, 4, 6, 8)},
+    "scale must be None or a positive finite number; got 0.0": {"scale": 0.0},
+    "window must be None, a number of keys to each side, or (left, right) with": {
+        "window": (1, 2, 3)
+    },
+    "impl must be one of auto, gluon, triton, tiled; got 'cuda'": {"impl": "cuda"},
+    "impl='triton' takes q, k and v on a CUDA device; got cpu": {"impl": "triton"},
     "takes head dimensions 64, 72, 80, 96, 128; got 8": lambda: call_gluon(8),
     "on a Hopper GPU (compute capability 9.0); got cpu": call_gluon,
-    "precision must be one of auto, ieee, tf32x3, bf16x6, tf32; got": lambda: call(
-        precision="tf64"
-    ),
+    "precision must be one of auto, ieee, tf32x3, bf16x6, tf32; got": {"precision": "tf64"},
     "must be torch.int32 or torch.int64 on cpu, got torch.float32": lambda: call_packed(
         cu(0, 10, dtype=torch.float32)
     ),
-    "q must be (total, heads, d)": lambda: call(cu_seqlens_q=cu(0, 2), cu_seqlens_k=cu(0, 2)),
+    "q must be (total, heads, d)": {"cu_seqlens_q": cu(0, 2), "cu_seqlens_k": cu(0, 2)},
     "cu_seqlens_q must be dense, of shape": lambda: call_packed(cu(0)),
     "cu_seqlens_q must start at 0; got 1": lambda: call_packed(cu(1, 10)),
     "must be increasing; got 7 and then 4": lambda: call_packed(cu(0, 7, 4, 10)),
@@ -760,7 +752,7 @@ BAD_VALUES = {
 )
 def test_bad_input_is_refused_by_name(wrong, message):
     with pytest.raises(TypeError if message in BAD_TYPES else ValueError, match=re.escape(message)):
-        wrong()
+        wrong() if callable(wrong) else call(**wrong)
 
 
 DIMS = (16, 40, 64, 72, 96, 111, 128, 256)

@@ -184,11 +184,9 @@ def contents(folder) -> dict:
         (("report", "--device", "../cpu-z"), 2, "nothing has been measured on '../cpu-z'"),
         (("report", "--device", "hollow"), 2, "hollow holds no record"),
         (("plan", "small", "--layers", "99999999"), 2, "99999999 layers; accepted: up to 10,000"),
-        (("plan", "abacus"), 2, "unknown size 'abacus'"),
         (("plan", "small", "--heads", "7"), 2, "7 heads do not divide the width 768"),
         (("verify", "empty"), 2, "is no folder of a device"),
     ],
-    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_done_is_one_line_with_its_exit_code(
     command, code, words, tmp_path, monkeypatch, ended

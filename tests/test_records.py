@@ -200,7 +200,6 @@ def test_an_impossible_number_is_refused_by_name(metrics, complaint):
     [
         ("environment.json", '{"device": ', "not JSON"),
         ("environment.json", '{"device": []}', "device is []; accepted: dict"),
-        ("records/01_steps.done.json", '{"num_missing": ""}', "num_missing is ''; accepted: int"),
         ("records/01_steps.jsonl", "{}\n", "line 1: schema version None"),
     ],
 )
