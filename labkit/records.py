@@ -396,8 +396,8 @@ def write_text_atomic(path: Path, text: str) -> Path:
 class RecordStore:
     """The append-only JSON-lines file of one notebook on one device."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
         # The line that this store has written last of what records share.
         self._shared = b""
 
