@@ -336,15 +336,12 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
     """Returns the folder with the notebook's records of `device`: that of several in one machine,
     "2x-<device>", where there are such, else its own. Of several such, the one with most records.
     """
-    several = rf"\d+x-{re.escape(device)}"
-    matches = [
-        path
-        for path in root.glob(f"*/records/{notebook}.jsonl")
-        if re.fullmatch(several, path.parent.parent.name)
-    ]
-    if not matches:
-        return root / device
-    return max(matches, key=lambda path: path.read_bytes().count(b"\n")).parent.parent
+    num_lines = {}
+    for path in root.glob(f"*/records/{notebook}.jsonl"):
+        folder = path.parent.parent
+        if folder.name != device and single(folder.name) == device:
+            num_lines[folder] = path.read_bytes().count(b"\n")
+    return max(num_lines, key=num_lines.get, default=root / device)
 
 
 def measured_devices(root: Path) -> list[str]:
@@ -357,7 +354,7 @@ def check_measured(device: str, root: Path) -> None:
     records in `root`.
     """
     known = measured_devices(root)
-    if not any(re.fullmatch(rf"(\d+x-)?{re.escape(str(device))}", name) for name in known):
+    if not any(device in (name, single(name)) for name in known):
         measured = ", ".join(known) or "none"
         raise RequestError(
             f"nothing has been measured on {str(device)[:80]!r} in {root}; measured: {measured}"

@@ -247,8 +247,9 @@ def _linear_forward(
             if hidden_NC.dtype == torch.float32 or not hidden_NC.is_cuda:
                 grad_weight_VC.addmm_(*[x.float() for x in factors], beta=beta)
             else:
-                total = grad_weight_VC
-                torch.addmm(total, *factors, beta=beta, out_dtype=total.dtype, out=total)
+                torch.addmm(
+                    grad_weight_VC, *factors, beta=beta, out_dtype=torch.float32, out=grad_weight_VC
+                )
     return [*_mean(rows_N4), *gradients]
 
 
