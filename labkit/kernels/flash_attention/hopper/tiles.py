@@ -119,6 +119,21 @@ def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return found
 
 
+ARRIVE = gl.constexpr("bar.arrive $1, $2; mov.u32 $0, 0;")
+AWAIT = gl.constexpr("bar.sync $1, $2; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def at_hardware_barrier(OPERATION: gl.constexpr, barrier, num_threads):
+    """Counts the warps at work at one of the 16 hardware barriers, and with AWAIT waits for all."""
+    NUM_WARPS: gl.constexpr = gl.num_warps()
+    ONCE_A_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    barriers = gl.full([32 * NUM_WARPS], barrier, gl.int32, layout=ONCE_A_THREAD)
+    gl.inline_asm_elementwise(
+        OPERATION, "=r,r,r", [barriers, num_threads], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def parts(desc, tail_desc):
     """The descriptors of a tensor's columns: those of the first 64 or 128, and of the tail if there
@@ -136,6 +151,10 @@ class Ring:
 
     One warp loads the tiles j = 0, 1, …, each once its place is empty; whoever reads one waits for
     it and releases it. With a tile come the statistics of its rows if there are any.
+
+    Places are released at barriers in shared memory, before which Gluon has the warpgroup meet, or
+    at hardware barriers from FIRST on, where no warp waits for another. Triton itself uses those up
+    to 5.
     """
 
     descs: Value
@@ -145,6 +164,8 @@ class Ring:
     full: Value
     empty: Value
     NUM: Value
+    FIRST: Value
+    THREADS: Value
 
     @gluon.jit
     def load(self, j, batch, head, row, row_total=0):
@@ -156,7 +177,10 @@ class Ring:
         )
         place = j % self.NUM
         full = self.full.index(place)
-        mbarrier.wait(self.empty.index(place), ((j // self.NUM) & 1) ^ 1)
+        if self.FIRST is None:
+            mbarrier.wait(self.empty.index(place), ((j // self.NUM) & 1) ^ 1)
+        elif j >= self.NUM:
+            at_hardware_barrier(AWAIT, self.FIRST + place, self.THREADS)
         mbarrier.expect(full, NBYTES)
         for i in gl.static_range(len(self.descs)):
             tile = self.tiles[i].index(place)
@@ -170,7 +194,11 @@ class Ring:
 
     @gluon.jit
     def release(self, j, pred=True):
-        mbarrier.arrive(self.empty.index(j % self.NUM), count=1, pred=pred)
+        place = j % self.NUM
+        if self.FIRST is None:
+            mbarrier.arrive(self.empty.index(place), count=1, pred=pred)
+        else:
+            at_hardware_barrier(ARRIVE, self.FIRST + place, self.THREADS)
 
     @gluon.jit
     def whole(self, place):
@@ -195,15 +223,18 @@ def room(desc, NUM: gl.constexpr):
 
 
 @gluon.jit
-def ring(descs, NUM: gl.constexpr, READERS: gl.constexpr, row_desc=None):
-    """An empty `Ring` with room for so many tiles, each released by so many readers."""
+def ring(
+    descs, NUM: gl.constexpr, READERS: gl.constexpr, row_desc=None, FIRST: gl.constexpr = None
+):
+    """An empty `Ring` with room for so many tiles, each released by so many warpgroups."""
     tiles = [room(desc, NUM) for desc in descs]
     rows = None
     if row_desc is not None:
         rows = room(row_desc, NUM)
     full = barriers(NUM, 1)
     empty = barriers(NUM, READERS)
-    return Ring(descs, tiles, row_desc, rows, full, empty, NUM)
+    THREADS: gl.constexpr = 128 * READERS + 32  # those that release a place, and the loading warp
+    return Ring(descs, tiles, row_desc, rows, full, empty, NUM, FIRST, THREADS)
 
 
 @gluon.jit
