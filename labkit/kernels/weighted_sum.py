@@ -30,9 +30,6 @@ def weighted_sum_fwd_kernel(
     x_ptr,
     weight_ptr,
     y_ptr,
-    stride_xn,
-    stride_xd,
-    stride_wd,
     num_rows,
     dim,
     BLOCK_D: tl.constexpr,
@@ -41,11 +38,11 @@ def weighted_sum_fwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in range(0, dim, BLOCK_D):
-        # int64: rows · stride passes 2³¹ elements on a large x.
+        # int64: rows · dim passes 2³¹ elements on a large x.
         cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-        x = load_fp32(x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, inside)
-        weight = load_fp32(weight_ptr + cols * stride_wd, cols < dim)[None, :]
+        x = load_fp32(x_ptr + rows[:, None] * dim + cols[None, :], inside)
+        weight = load_fp32(weight_ptr + cols, cols < dim)[None, :]
         y += tl.sum(x * weight, axis=1)
     tl.store(y_ptr + rows, y, mask=rows < num_rows)
 
@@ -57,10 +54,6 @@ def weighted_sum_bwd_kernel(
     grad_y_ptr,
     grad_x_ptr,
     partial_grad_weight_ptr,
-    stride_xn,
-    stride_xd,
-    stride_wd,
-    stride_gyn,
     num_rows,
     dim,
     BLOCK_D: tl.constexpr,
@@ -70,13 +63,14 @@ def weighted_sum_bwd_kernel(
     """
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    grad_y = load_fp32(grad_y_ptr + rows * stride_gyn, rows < num_rows)[:, None]
+    grad_y = load_fp32(grad_y_ptr + rows, rows < num_rows)[:, None]
     for start in range(0, dim, BLOCK_D):
         cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-        x = load_fp32(x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, inside)
-        weight = load_fp32(weight_ptr + cols * stride_wd, cols < dim)[None, :]
-        tl.store(grad_x_ptr + rows[:, None] * dim + cols[None, :], grad_y * weight, mask=inside)
+        place = rows[:, None] * dim + cols[None, :]
+        x = load_fp32(x_ptr + place, inside)
+        weight = load_fp32(weight_ptr + cols, cols < dim)[None, :]
+        tl.store(grad_x_ptr + place, grad_y * weight, mask=inside)
         partial = tl.sum(grad_y * x, axis=0)
         tl.store(partial_grad_weight_ptr + tile * dim + cols, partial, mask=cols < dim)
 
@@ -91,7 +85,7 @@ def weighted_sum_forward(x_ND: Tensor, weight_D: Tensor) -> Tensor:
     num_rows, dim = x_ND.shape
     y_N = x_ND.new_empty(num_rows)
     wrap_triton(weighted_sum_fwd_kernel)[(-(-num_rows // BLOCK_N.value),)](
-        x_ND, weight_D, y_N, *x_ND.stride(), *weight_D.stride(), num_rows, dim, BLOCK_D=_block(dim)
+        x_ND.contiguous(), weight_D.contiguous(), y_N, num_rows, dim, BLOCK_D=_block(dim)
     )
     return y_N
 
@@ -106,14 +100,11 @@ def weighted_sum_backward(
     grad_x_ND = x_ND.new_empty(num_rows, dim)
     partial_TD = x_ND.new_empty(num_tiles, dim, dtype=torch.float32)
     wrap_triton(weighted_sum_bwd_kernel)[(num_tiles,)](
-        x_ND,
-        weight_D,
-        grad_y_N,
+        x_ND.contiguous(),
+        weight_D.contiguous(),
+        grad_y_N.contiguous(),
         grad_x_ND,
         partial_TD,
-        *x_ND.stride(),
-        *weight_D.stride(),
-        *grad_y_N.stride(),
         num_rows,
         dim,
         BLOCK_D=_block(dim),
@@ -131,7 +122,7 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     """Returns Σ_d x[..., d] · weight[d].
 
     Args:
-        x: (..., D), fp32, bf16 or fp16, any strides.
+        x: (..., D), fp32, bf16 or fp16. What is not dense is copied first.
         weight: (D,), dtype and device of x.
 
     Returns:

@@ -37,7 +37,6 @@ KIND_OF_METHOD = {
     "window": CALL,
     "flush": CALL,  # issuing many kernels takes longer than overwriting the cache
     "host": CALL,
-    "independent": CALL,  # of records until 0.2.0
 }
 """What kind of time each timer method gives."""
 
