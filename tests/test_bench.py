@@ -287,6 +287,8 @@ sweep.MAX_REPEATS = 0
 options = {"shape": shape, "precision": precision, "output": output}
 frame = labkit.bench(*functions, op="attention", against="sdpa,ours,eager", **options)
 frame.to_pickle(f"{output}/frame")
+late = labkit.bench(functions[0], op="attention", timeout_s=1e-3, **options)
+assert len(late) and late["reason"].str.endswith("; timeout_s (--timeout) allows more").all()
 """
 
 
@@ -342,6 +344,7 @@ def test_a_function_of_a_cell_is_kept_without_what_the_cell_calls(monkeypatch, t
         ({"shape": "8x8x8"}, "shape '8x8x8' of swiglu; accepted: rows x columns"),
         ({"shape": "128x-64"}, "rows from 128, columns in steps of 64"),
         ({"function": "nowhere.py:f"}, "no source of 'nowhere.py:f'.*No such file"),
+        ({"function": f"{TUTORIAL}:missing"}, "it has no missing"),
         ({"function": len}, "no source of <built-in function len>"),
     ],
 )

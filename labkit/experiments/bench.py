@@ -127,14 +127,12 @@ class Entrant:
 
 
 def _load(entrant: Entrant) -> Callable:
-    """Returns the function; raises Refused where its file has none of that name."""
+    """Returns the function."""
     sys.path.insert(0, str(entrant.path.parent))  # for what lies beside it
     spec = importlib.util.spec_from_file_location(f"bench_{entrant.path.stem}", entrant.path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    if not hasattr(module, entrant.name):
-        raise Refused(f"{entrant.path.name} has no {entrant.name}")
     return getattr(module, entrant.name)
 
 
@@ -266,7 +264,7 @@ SUBFOLDER = "bench"
 def own_entrant(notebook: str, own: str) -> tuple[str, Entrant]:
     """Returns the operation and the function that a notebook's parameter `own` names.
 
-    Raises RequestError for another operation, or a file that is not there.
+    Raises RequestError for another operation, or a file that is not there or lacks it.
     """
     operation = "attention"
     if notebook == "08_siglip2":
@@ -343,7 +341,9 @@ def bench(
     if multiprocessing.parent_process():
         raise RequestError('the file that is measured calls bench: do it if __name__ == "__main__"')
     check_known("operation", op, RIVALS)
-    precisions = ("fp32",) if op in ("adamw", "optimizer") else ("fp32", "bf16")
+    precisions = ["fp32"]
+    if op not in ("adamw", "optimizer"):
+        precisions.append("bf16")
     check_known(f"precision of {op}", precision, precisions)
     if warmup < 1 or steps < 2:
         raise RequestError(f"{warmup} warm-up calls and {steps} steps; accepted: from 1, from 2")
@@ -458,13 +458,16 @@ def _entrant(function: Callable | str, folder: Path) -> Entrant:
             if not file.endswith(".py") or not name:
                 raise ValueError("no file of Python, or no name")
             source = Path(file).read_text(encoding="utf-8")
+            known = compile(source, file, "exec").co_names
+            if name not in known and "import *" not in source:
+                raise ValueError(f"it has no {name}")
         else:
             name = function.__qualname__
             if "<" in name:
                 raise ValueError("it has no name at the top level of its file")
             file = inspect.getsourcefile(function)
             source = "".join(inspect.findsource(function)[0])
-    except (AttributeError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, SyntaxError, TypeError, ValueError) as error:
         raise RequestError(
             f"no source of {function!r}: {error}; accepted: FILE.py:NAME, in 08 after OPERATION:"
         ) from None
