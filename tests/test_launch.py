@@ -14,7 +14,7 @@ import pytest
 import torch
 from processes import holding, is_true_within
 
-from labkit.device import NODES
+from labkit.device import NODES, num_usable_cores
 from labkit.parallel.launch import RankError, launch, lead
 
 MARK = "LABKIT_TEST_LAUNCH"
@@ -129,8 +129,8 @@ def test_nodes_share_the_ranks_of_a_launch(monkeypatch, left):
     code = f"from labkit.parallel.launch import follow; follow(1, 2, 'localhost', {port})"
     follower = subprocess.Popen([sys.executable, "-c", code])
     try:
-        (first, _), (second, _) = launch(launch_ranks.end, 2, "well", device="cpu")
-        assert first != second
+        (first, cores), (second, others) = launch(launch_ranks.end, 2, "well", device="cpu")
+        assert first != second and cores == others == num_usable_cores()
         with pytest.raises(
             RankError, match=r"(?s)node 1: .*ZeroDivisionError: of rank 1"
         ) as caught:

@@ -202,7 +202,6 @@ def run_ranks(
 
 def collectives_rank(phases: Sequence[str], transport: str) -> RankSeen:
     """Measures "operation dtype bytes" after another on this rank."""
-    torch.set_num_threads(max(1, num_usable_cores() * num_nodes() // dist.get_world_size()))
     how = "default" if transport in DEFAULTS else transport
     for phase in phases:
         operation, dtype, num_bytes = phase.split()

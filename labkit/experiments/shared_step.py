@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import numerics
 from labkit.configs import ModelConfig
-from labkit.device import Device, num_usable_cores
+from labkit.device import Device
 from labkit.experiments.split import STEP, split, steps_of, transport
 from labkit.experiments.step import Step
 from labkit.measure.profiling import capture_with_kineto
@@ -264,7 +264,6 @@ def steps_rank(phases: Sequence[str], parameters: dict, time_limit_s: float) -> 
     """Runs each way's steps in turn, NUM_ROUNDS times, and yields (way, what this rank has seen so
     far) each time.
     """
-    torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
     losses = {}
     for way in ("alone", "naive"):
         if way == phases[0]:  # gives its own, before any other is yielded

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.configs import RequestError
-from labkit.device import NODES, num_gpus, num_nodes
+from labkit.device import NODES, num_gpus, num_nodes, num_usable_cores
 from labkit.guard import guarded_folder
 from labkit.records import write_text_atomic
 
@@ -295,6 +295,8 @@ def run_rank(folder: Path) -> None:
         else:
             store = dist.FileStore(str(folder / "store"), call.nproc)
         store.set_timeout(timeout)
+        # Of this node, which has its share of the ranks.
+        torch.set_num_threads(max(1, num_usable_cores() * num_nodes() // call.nproc))
         device = None
         if call.device == "cuda":
             device = torch.device("cuda", local)
