@@ -164,6 +164,14 @@ def check_what_has_changed_is_refused() -> None:
         assert torch.equal(p, before) and optimizer.state[p]["step"] == 1
 
 
+def test_a_state_is_fp32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.float16)
+    optimizer = FusedAdamW(drawn(torch.float16))
+    torch.set_default_dtype(torch.float32)
+    values = [x for state in optimizer.state.values() for x in state.values()]
+    assert {x.dtype for x in values} == {torch.float32}
+
+
 def test_what_has_changed_since_the_optimizer_was_made_is_refused(interpreted):
     check_what_has_changed_is_refused()
     interpreted(check_what_has_changed_is_refused)

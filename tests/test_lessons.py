@@ -45,3 +45,5 @@ def test_what_a_lesson_cannot_have_is_refused_by_name():
             measure_here("01_benchmarking", "steps", "forward", batch=value)
     with pytest.raises(RequestError, match="kind 'x'; accepted: gemm, copy"):
         measure_here("01_benchmarking", "ceilings", "rate", kind="x")
+    with pytest.raises(RequestError, match="cast 'x'; accepted: none, implicit, explicit"):
+        measure_here("03_mixed_precision", "accumulation", "sum", cast="x")

@@ -203,6 +203,11 @@ def test_grids_that_are_rewritten_are_read_again(impl):
     assert not torch.equal(after, before)
 
 
+def test_attention_that_would_not_run_is_refused():
+    with pytest.raises(ValueError, match="attend with impl='positions'; accepted: from 'attention"):
+        build("positions", attend=print)
+
+
 # ---- modes and copies ----------------------------------------------------------------------------
 
 

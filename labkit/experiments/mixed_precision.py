@@ -145,6 +145,7 @@ def measure_sum(device: Device, case: Case, phase: str) -> Measured:
     accumulator = tensor_dtype(parameters["accumulator"])
     num_terms = parameters["num_terms"]
     is_sequential = parameters["method"] == "sequential"
+    check_known("cast", parameters["cast"], ("none", "implicit", "explicit"))
     term = torch.tensor(TERM, dtype=tensor_dtype(parameters["term"]), device=device.kind)
     added = term.to(accumulator) if parameters["cast"] == "explicit" else term
     length = max(LONG_SUM, num_terms) if is_sequential else num_terms

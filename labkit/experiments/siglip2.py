@@ -160,10 +160,11 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     changes = {
         "": {},
         "recomputed": {"recomputed": batch.config.num_layers},
-        "fast math": {},  # the compiler's
         "FlashAttention-2": {"attend": flash_attention_2},
         "FlashAttention-3": {"attend": flash_attention_3},
     }
+    if way.endswith(COMPILED):
+        changes["fast math"] = {}  # the compiler's
     check_known("change", change, changes)
     if change == "FlashAttention-3":
         q = batch.patches.new_empty(1, 1, 1, batch.config.d_head)
@@ -174,8 +175,9 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     # themselves.
     grids = model.pack(batch.grids) if model.step >= POSITIONS else batch.grids
     if way.endswith(COMPILED):
-        choices = MASK_OPTIONS if impl == "eager" else {"use_fast_math": change == "fast math"}
-        options = COMPILE_OPTIONS | choices
+        options = COMPILE_OPTIONS | {"use_fast_math": change == "fast math"}
+        if impl == "eager":
+            options |= MASK_OPTIONS
         for layer in model.layers:
             layer.compile(fullgraph=impl != "eager", dynamic=False, options=options)
     return model, functools.partial(model, batch.patches, grids)

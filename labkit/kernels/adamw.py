@@ -112,13 +112,12 @@ class _Bucket:
         # Of each program, the number of its parameter.
         numbers = torch.arange(len(params), dtype=torch.int32)
         self.blocks = numbers.repeat_interleave(num_blocks).to(device)
-        self.steps = torch.zeros(len(params), device=device)
+        # Whatever the default dtype is.
+        self.steps = torch.zeros(len(params), dtype=torch.float32, device=device)
         names = ["exp_avg", "exp_avg_sq"]
         if self.dtype != torch.float32:
             names.append("master")
-        self.flat = {
-            name: torch.zeros(BLOCK.value * len(self.blocks), device=device) for name in names
-        }
+        self.flat = {name: self.steps.new_zeros(BLOCK.value * len(self.blocks)) for name in names}
         self.views = {}
         for p, step, start in zip(params, self.steps, starts, strict=True):
             views = {name: x[start : start + p.numel()].view_as(p) for name, x in self.flat.items()}

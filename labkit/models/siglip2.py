@@ -297,7 +297,7 @@ class Siglip2Encoder(nn.Module):
 
     Raises:
         ValueError: an unknown impl; `recomputed` for an impl that keeps all, or not from 0 to
-            num_layers.
+            num_layers; `attend` for one that does not take it.
     """
 
     def __init__(
@@ -319,6 +319,8 @@ class Siglip2Encoder(nn.Module):
             )
         self.config = config
         self.step = IMPLS.index(impl)
+        if attend is not flash_attention_qkv and self.step < ATTENTION:
+            raise ValueError(f"attend with impl={impl!r}; accepted: from 'attention' on")
         with torch.device(device or torch.get_default_device()):
             self.patch_embedding = nn.Linear(config.patch_dim, config.d_model)
             self.position_embedding = nn.Embedding(config.position_side**2, config.d_model)
