@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 
 from labkit.configs import SIZES
-from labkit.device import detect
 from labkit.experiments import sweep
 from labkit.experiments.sweep import Case, Measured, PhaseRuns, Session, Skip
 from labkit.records import source_state
@@ -70,8 +69,7 @@ def _hang_with_the_interpreter(case: Case) -> None:
 
 
 def _start_child(case: Case) -> None:
-    child = subprocess.Popen(["sleep", "600"])
-    _note(case, "child", pid=child.pid)
+    _note(case, "child", pid=subprocess.Popen(["sleep", "600"]).pid)
 
 
 def _end_when_done(case: Case) -> None:
@@ -233,9 +231,8 @@ class FaultySession(Session):
 
 def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = False) -> Session:
     """Returns a session of `plan` on this machine that records under `output`."""
-    device = detect().slug
     session = FaultySession(
-        NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options={}
+        NOTEBOOK, device="this", profile="smoke", output=output, fresh=fresh, options={}
     )
     session.cases = list(plan)  # without the host, which this experiment cannot measure
     return session

@@ -27,8 +27,7 @@ pytestmark = pytest.mark.usefixtures("briefly_on_a_cpu")
 
 
 def parameters(precision="fp32", compile="none") -> dict:
-    asked = step_parameters("nano", 32, precision, compile=compile, attention="eager")
-    return asked | {"batch": 4}
+    return step_parameters("nano", 32, precision, compile=compile)
 
 
 def steps(*phases: str, **case) -> Case:
@@ -60,8 +59,8 @@ def test_a_measurement_carries_the_label_of_what_ran(monkeypatch):
     """A request that is silently not followed must not come back as if it had been."""
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
     monkeypatch.setattr(Step, "autocast", lambda workload: torch.autocast("cpu", enabled=False))
-    case = steps("forward", precision="bf16", compile="regional")
-    assert measure(case)["forward"].case == parameters(precision="fp32", compile="none")
+    measured = measure(steps("forward", precision="bf16", compile="regional"))
+    assert measured["forward"].case == parameters()
 
 
 # By hand for nano, d 128, d_ff 512, 2 layers, vocabulary 10 000, on 128 tokens in rows of 32:

@@ -117,8 +117,8 @@ def test_changed_code_makes_a_tree_dirty_and_what_measuring_writes_does_not(tmp_
     assert state() == UNKNOWN, "there is no history yet"
     (tmp_path / "code.py").write_text("1\n")
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
-    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True)
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True)
     for path in ("report.md", "figures/new", "notebooks/new"):
         (tmp_path / path).parent.mkdir(exist_ok=True)

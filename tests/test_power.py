@@ -21,8 +21,8 @@ WATTS, STEP_S = 250.0, 0.05
 class Clock:
     """A clock that only calls move."""
 
-    def __init__(self, call_s=CALL_S):
-        self.now_s, self.call_s, self.calls, self.waits = 1000.0, call_s, 0, 0
+    def __init__(self):
+        self.now_s, self.call_s, self.calls = 1000.0, CALL_S, 0
 
     def call(self) -> None:
         self.calls += 1
@@ -51,7 +51,7 @@ def gpu(monkeypatch):
     end.
     """
     clock = Clock()
-    fake = types.SimpleNamespace(clock=clock, says=readings, name="NVIDIA H200", most_queued=0)
+    fake = types.SimpleNamespace(clock=clock, says=readings, most_queued=0)
 
     class Event:
         queued = 0
@@ -84,14 +84,11 @@ def gpu(monkeypatch):
                 energy_mj = one.energy_mj if self.wants_energy(one.time_s) else None
                 self.readings.append(one._replace(energy_mj=energy_mj))
 
-    def synchronize(device_kind):
-        clock.waits += 1
-
-    cuda = types.SimpleNamespace(Event=Event, get_device_name=lambda index: fake.name)
+    cuda = types.SimpleNamespace(Event=Event, get_device_name=lambda index: "NVIDIA H200")
     monkeypatch.setattr(power, "torch", types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(power, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
     monkeypatch.setattr(power, "Monitor", Monitor)
-    monkeypatch.setattr(power, "synchronize", synchronize)
+    monkeypatch.setattr(power, "synchronize", lambda device_kind: None)
     return fake
 
 

@@ -185,7 +185,7 @@ def test_each_session_measures_its_own_ceilings_first_and_they_reach_the_other_c
     plan = [make_case("a", log), *ceilings, make_case("b", log, "exit", "first")]
     run(output, plan)
     sections = [record.section for record in store(output).load()]
-    assert sections == [*["ceilings"] * 3, *["steps"] * 6]
+    assert sections == ["ceilings"] * 3 + ["steps"] * 6
     run(output, [*plan, make_case("c", log)])
     rates = defaultdict(dict)  # by session
     for record in store(output).load():
