@@ -55,8 +55,10 @@ class Datasheet:
         return getattr(self, f"{precision}_tflops", None)
 
 
-_TABLE = (DATA / "datasheets.toml").read_text("utf-8")
-DATASHEETS = [Datasheet(**row) for row in tomllib.loads(_TABLE)["datasheets"]]
+DATASHEETS = [
+    Datasheet(**row)
+    for row in tomllib.loads((DATA / "datasheets.toml").read_text("utf-8"))["datasheets"]
+]
 
 
 def datasheet(device_name: str) -> Datasheet | None:

@@ -13,7 +13,6 @@ from labkit.kernels.flash_attention.hopper import one_pass
 GL = {"constexpr": int, "minimum": min, "maximum": max, "static_range": range}
 GL["where"] = lambda condition, x, y: x if condition else y
 FIELDS = ("num_queries", "num_keys", "group", "BLOCK_Q", "run", "WAVES")
-NUMBERS = ("BLOCK_K", "WRITERS", "FIRST_SEMAPHORE")
 WALK = ("_query_tiles", "_work_tile", "_step", "_take_work_tile", "_writer", "decode_tile")
 
 
@@ -51,7 +50,7 @@ def test_whoever_adds_to_a_tile_awaits_one_that_was_handed_out_before(walk):
     names = {**vars(one_pass), "gl": gl, "mbarrier": MagicMock(), "tma": MagicMock()}
     names |= {"_publish": publish, "_await_more_than": await_more_than}
     names |= {"async_store": put("store"), "async_add": put("add")}
-    names |= {name: names[name].value for name in NUMBERS}
+    names |= {name: names[name].value for name in ("BLOCK_K", "WRITERS", "FIRST_SEMAPHORE")}
     names |= {name: types.FunctionType(names[name].fn.__code__, names) for name in WALK}
     taken = itertools.count()
     handed_out = [names["_take_work_tile"](s) for _ in range(s.num_work_tiles + 1)]

@@ -56,7 +56,7 @@ def test_lengths_that_are_rewritten_are_read_again(impl):
         flash_attention(*leaves, **options)
 
 
-def unchecked(cu_q: list[int], cu_k: list[int], right: int = -1, dtype=torch.int32) -> tuple:
+def unchecked(cu_q: list[int], cu_k: list[int], right: int, dtype=torch.int32) -> tuple:
     """Returns tensors of 40 rows, and what the kernels make of lengths that nobody has checked,
     between canaries.
     """

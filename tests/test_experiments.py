@@ -53,10 +53,11 @@ def test_what_is_recorded_stays_recorded(notebook):
     assert recorded and recorded <= set(keys(planned))
 
 
-DONE = sorted(FIGURES.glob("*/records/*.done.json"))
-
-
-@pytest.mark.parametrize("path", DONE, ids=lambda path: f"{path.parts[-3]} {path.name}")
+@pytest.mark.parametrize(
+    "path",
+    sorted(FIGURES.glob("*/records/*.done.json")),
+    ids=lambda path: f"{path.parts[-3]} {path.name}",
+)
 def test_a_committed_chapter_says_how_much_of_its_grid_is_missing(path, monkeypatch):
     device = path.parts[-3]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if "4x" in device else 2)

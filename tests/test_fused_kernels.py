@@ -47,7 +47,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return x.requires_grad_()
 
 
-def tensors_of(name: str, size, dtype: torch.dtype, layout: str, device="cpu") -> list[Tensor]:
+def tensors_of(name: str, size, dtype: torch.dtype, layout: str, device) -> list[Tensor]:
     if layout == "mixed":  # a 16-bit branch beside fp32: what autocast gives
         first, *others = draw(name, dtype, size)
         return [first, *(x.detach().float().requires_grad_() for x in others)]

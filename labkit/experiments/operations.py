@@ -436,9 +436,9 @@ def _peer(module: str, function: Callable | None) -> Implementation:
     package = module.split(".")[0]
 
     def unavailable(x: Tensor, *others) -> str | None:
-        if function is None:
+        if not function:
             return f"{package} has no operation that does the same"
-        if not x.is_cuda or importlib.util.find_spec(package) is None:
+        if not x.is_cuda or not importlib.util.find_spec(package):
             return f"{package} is not installed, or there is no GPU"
         return None
 

@@ -310,7 +310,6 @@ _CHROME_KINDS = {
 }
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _CATEGORIES = ("user_annotation", *_LAUNCH_CATEGORIES, *_CHROME_KINDS)
-_RANGES_OF_TORCH = ("Optimizer.", "ProfilerStep#")
 
 
 def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
@@ -337,7 +336,7 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
         events = pd.DataFrame(events).astype({"start_ns": "int64", "end_ns": "int64"})
         events["kind"] = events["category"].map(_CHROME_KINDS)
         ranges = events[events["category"] == "user_annotation"]
-        ranges = ranges[~ranges["name"].str.startswith(_RANGES_OF_TORCH)]
+        ranges = ranges[~ranges["name"].str.startswith(("Optimizer.", "ProfilerStep#"))]
         operators = events[events["kind"] == "operator"]
         on_device = events[events["kind"].notna() & (events["kind"] != "operator")]
         if on_device.empty:

@@ -179,7 +179,7 @@ def start_on(stream: torch.cuda.Stream | None, function: Callable, *args: Any) -
     """Calls a function on another stream, behind what the current one has to do; returns what has
     the current one wait for it. Without a stream, as on a CPU, it is called at once.
     """
-    if stream is None:
+    if not stream:
         function(*args)
         done = torch.futures.Future()
         done.set_result(None)
@@ -191,7 +191,7 @@ def start_on(stream: torch.cuda.Stream | None, function: Callable, *args: Any) -
 
 
 def time_collective(
-    operation: str, num_bytes: int, dtype: torch.dtype = torch.float32, *, transport="default"
+    operation: str, num_bytes: int, dtype: torch.dtype, *, transport="default"
 ) -> dict[str, Any]:
     """Returns what a collective of size `num_bytes` takes, the same dict on every rank. Collective.
 

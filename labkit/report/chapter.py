@@ -212,7 +212,7 @@ class Chapter:
         from labkit.report import figures  # matplotlib takes half a second; a plan draws nothing
 
         figure = _built(build, *arguments, **options)
-        if figure is None:
+        if not figure:
             return self._nothing(caption, arguments)
         file_name = f"{self.number}_{name}.svg"
         if self.save_figures:
@@ -272,7 +272,7 @@ Chapters = Mapping[str, Chapter]
 """The chapters of a device, by the names of their notebooks."""
 
 
-def chapters_of(device: str, output: Path | None = None) -> Chapters:
+def chapters_of(device: str, output: Path | None) -> Chapters:
     """Returns the chapters of a device that have records; raises RequestError where none has."""
     root = output or FIGURES
     check_measured(device, root)

@@ -105,7 +105,11 @@ def _measurements(chapters: Chapters) -> dict[str, Row]:
             if record.section == HOST_SECTION or (is_roof and not name.startswith("01")):
                 continue
             if is_roof:
-                row = _of_one_unit(row)
+                # The sustained time of 1 TFLOP or 1 GB alone: its size depends on the kind of
+                # device. It is measured anew by every session; the newest counts.
+                unit = "gb_per_s" if row["kind"] == "copy" else "tflops"
+                time = 1e3 / row.get(f"sustained_{unit}", math.nan)
+                row |= dict.fromkeys(VALUES) | {"sustained_ms": time, "sessions": None}
             measurements[record.identity] = row | {
                 "measurement_version": record.measurement_version,
                 "values": _values(row),
@@ -113,22 +117,12 @@ def _measurements(chapters: Chapters) -> dict[str, Row]:
     return measurements
 
 
-def _of_one_unit(row: Row) -> Row:
-    """Returns a roof's row with the sustained time of 1 TFLOP or 1 GB alone: its size depends on
-    the kind of device.
-    """
-    unit = "gb_per_s" if row["kind"] == "copy" else "tflops"
-    time = 1e3 / row.get(f"sustained_{unit}", math.nan)
-    # A roof is measured anew by every session; the newest counts.
-    return row | dict.fromkeys(VALUES) | {"sustained_ms": time, "sessions": None}
-
-
 def _hindrance(base: Row | None, other: Row | None) -> str:
     """Returns why the two rows of a case, of which one was measured, get no ratio; "" where they
     do.
     """
     for row in (base, other):
-        if row is None:
+        if not row:
             return "not measured"
         if row["status"] == "oom":
             return "did not fit"

@@ -431,7 +431,7 @@ def samples(devices: Iterable[Chapter]) -> pd.DataFrame:
     rows = []
     for chapter in devices:
         roofs = measured_roofs(chapter)
-        if roofs is None:
+        if not roofs:
             continue
         graphs = _steps(chapter, ["execution"], "graph_step", "median_ms")
         sums = _steps(chapter.of("02_nsys_analysis"), ["profiles"], "train_step", "step_kernel_ms")
@@ -554,7 +554,7 @@ def roofs_of(device: str, gpus: Mapping[str, Chapter]) -> Roofs:
     for slug, roofs in measured.items():
         if slug == name or (sheet and datasheet(slug) == sheet):
             return roofs
-    if sheet is None:
+    if not sheet:
         known = ", ".join(measured) or "no device"
         raise RequestError(
             f"no roofs of {name!r}: chapter 01 did not measure a GPU of that name (measured: "

@@ -14,8 +14,6 @@ from labkit.report.facts import case_name
 from labkit.report.frame import select
 from labkit.report.text import listing, number, percent
 
-TIMES = ("median_ms", "step_kernel_ms", *verdicts.KIND_OF_VALUE)
-
 WAITING = "calls that wait for the host"
 WITH_FORWARD = ("forward_backward", "step", "train_step")
 """Passes that wait for the host where their forward does, whatever their mean says."""
@@ -74,7 +72,7 @@ def _of_measurement(
     name = f"{first.section}: {case_name(first.case)}, {first.phase}"
     row = first.case | {"phase": first.phase, "timer_method": first.timer.get("method")}
     is_call = verdicts.kind_of_time(row) == verdicts.CALL
-    for value in TIMES:
+    for value in ("median_ms", "step_kernel_ms", *verdicts.KIND_OF_VALUE):
         times = [one.metrics[value] for one in sessions if one.metrics.get(value)]
         kind = verdicts.kind_of_time(row, value)
         if kind == verdicts.CALL and value != "median_ms" and is_call:
