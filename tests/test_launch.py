@@ -57,8 +57,8 @@ def test_ranks_listen_on_the_loopback_interface_alone_and_leave_no_process(left,
     thread = threading.Thread(target=call)
     thread.start()
     try:
-        # A guard, two ranks, two processes of each, and the call's folder.
-        assert is_true_within(60, lambda: len(left()) == 8)
+        # A guard, what forks two ranks, they, two processes of each, and the call's folder.
+        assert is_true_within(60, lambda: len(left()) == 9)
         *pids, folder = left()
         assert folder.stat().st_mode & 0o77 == 0
         addresses = listening(pids)

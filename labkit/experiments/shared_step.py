@@ -2,7 +2,6 @@
 notebook 07.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -271,9 +270,6 @@ def steps_rank(phases: Sequence[str], parameters: dict, time_limit_s: float) -> 
         step = SharedStep(WAYS[way], parameters)
         losses[way] = step.warm_up()
         step.close()
-    # Otherwise each collection would walk through all modules; the first optimizer imports the
-    # compiler.
-    gc.freeze()
     seen = {
         way: {"way": way, "losses": losses, "samples_ms": [], "profile": {}, "spans": {}}
         for way in phases

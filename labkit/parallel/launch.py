@@ -1,7 +1,8 @@
 """Runs a module-level function on N ranks and gathers what each rank yields.
 
 The ranks are of this machine, or of several nodes that share them evenly: node 0 leads, see `lead`,
-the others `follow` it and start what it launches.
+the others `follow` it and start what it launches. Those of a node are forked from one process,
+which imports torch once for them and touches no device.
 
 A guard (`labkit.guard`) sees to it that no rank outlives the call, however that ends (on Linux;
 elsewhere a rank ends itself when its time is over). They find one another through a file, and
@@ -14,6 +15,7 @@ import datetime
 import faulthandler
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import pkgutil
@@ -37,14 +39,28 @@ from labkit.guard import guarded_folder
 from labkit.records import write_text_atomic
 
 GRACE_S = 15
-"""Seconds beyond the ranks' own. They end themselves when their time is over; after all of it they
-are ended, which bounds their imports too.
+"""Seconds beyond the ranks' own. They end themselves when their time is over, and are ended after
+these; after twice these the process that forks them is ended, which bounds its imports too.
 """
 
 ENDING_S = 5
 """How long ranks have to end after SIGTERM."""
 
-RANK = "from pathlib import Path; from labkit.parallel.launch import run_rank; run_rank(Path({!r}))"
+DONE = 80
+"""Exit code of a rank that is done: one that a library ends in the middle has code 0 too."""
+
+PARENT = """\
+import gc
+from pathlib import PosixPath
+
+gc.disable()  # what is imported stays
+import {}
+from labkit.parallel.launch import fork_ranks
+
+gc.freeze()
+gc.enable()
+fork_ranks({!r}, {})
+"""
 
 CAUSE = r".*Watchdog caught .*|Timeout \(.*\)!|Fatal Python error: .*"
 """What NCCL's watchdog and faulthandler say of the end that they are to."""
@@ -114,7 +130,7 @@ def launch(
     if nodes > 1:
         store = _joined(datetime.timedelta(seconds=timeout_s + 2 * GRACE_S))
         number = store.add(LAUNCHES, 1)
-    call = Call(name, args, device, timeout_s, collective_timeout_s, nproc, number)
+    call = Call(name, pickle.dumps(args), device, timeout_s, collective_timeout_s, nproc, number)
     if nodes > 1:
         store.set(f"call {number}", pickle.dumps(call))
     replies = [_run(call, 0)]
@@ -135,7 +151,7 @@ class Call:
     """What `launch` was called with; its number, from 1 on, 0 where one node takes part."""
 
     name: str
-    args: tuple
+    args: bytes
     device: str
     timeout_s: float
     collective_timeout_s: float
@@ -183,81 +199,91 @@ def _run(call: Call, node: int) -> tuple[str, list[list[Any]]]:
     num_ranks = call.nproc // num_nodes()
     with guarded_folder() as (folder, _):
         (folder / "call").write_bytes(pickle.dumps(call))
-        ranks = [_started(folder, local, node * num_ranks + local) for local in range(num_ranks)]
-        try:
-            failed = _failed_first(folder, ranks, call.timeout_s + GRACE_S)
-        finally:
-            stopped = _ended(ranks)
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute
+            # if left alone.
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+            **os.environ,
+            # A rank that never communicates must not leave while another still connects to it.
+            "TORCH_DIST_INIT_BARRIER": "1",
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            "LABKIT_RANKS": str(folder),
+        }
+        if num_nodes() == 1:  # sockets that other machines do not reach
+            environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        modules = "torch"  # other modules than labkit's may touch a device
+        if call.name.startswith("labkit.experiments."):  # whose ranks make optimizers
+            modules = f"torch._dynamo, {call.name.partition(':')[0]}"
+        path = folder / "failure"
+        # Where its time is over, or an interrupt ends it, the guard ends the ranks.
+        with open(path, "wb") as log, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-P",
+                    "-u",
+                    "-c",
+                    PARENT.format(modules, folder, node * num_ranks),
+                ],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                timeout=call.timeout_s + 2 * GRACE_S + ENDING_S,
+            )
         finished = [_read_items(folder / f"{rank}.items") for rank in range(num_ranks)]
         failure = ""
-        if failed or len(list(folder.glob("*.done"))) < num_ranks:
+        if path.exists():
             where = f"node {node}: {call.name}" if call.number else call.name
-            failure = f"{where}: {_failure(folder, num_ranks, call.timeout_s, failed, stopped)}"
+            failure = f"{where}: {path.read_text() or 'no answer'}"
     return failure, finished
 
 
-def _started(folder: Path, local: int, rank: int) -> subprocess.Popen:
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if
-        # left alone.
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        **os.environ,
-        # A rank that never communicates must not leave while another still connects to it.
-        "TORCH_DIST_INIT_BARRIER": "1",
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-        "LABKIT_RANKS": str(folder),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-    }
-    if num_nodes() == 1:  # sockets that other machines do not reach
-        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    command = [sys.executable, "-P", "-u", "-c", RANK.format(str(folder))]
-    with open(folder / f"{local}.stderr", "wb") as log:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
-
-
-def _failed_first(
-    folder: Path, ranks: Sequence[subprocess.Popen], timeout_s: float
-) -> dict[int, int]:
-    """Waits until all ranks are done, one has failed or their time is over; returns the exit codes
-    of those that have failed by then.
+def fork_ranks(folder: Path, first: int) -> None:
+    """Is the process that forks this node's ranks. Waits until all are done, one has failed or
+    their time is over, and ends those that still run; `failure` then says what failed, or is gone.
     """
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in ranks]
-        # One that a library ends in the middle has code 0 too.
-        failed = {
-            rank: code
-            for rank, code in enumerate(codes)
-            if code or (code == 0 and not (folder / f"{rank}.done").exists())
-        }
-        if failed or None not in codes:
-            return failed
-        time.sleep(0.02)
-    return {}
-
-
-def _ended(ranks: Sequence[subprocess.Popen]) -> list[int]:
-    """Ends the ranks that still run; returns which of them a signal had stopped."""
-    running = [process for process in ranks if process.poll() is None]
-    options = os.WNOHANG | os.WUNTRACED
-    stopped = [
-        ranks.index(process)
-        for process in running
-        if os.WIFSTOPPED(os.waitpid(process.pid, options)[1])
+    call = pickle.loads((folder / "call").read_bytes())
+    fork = multiprocessing.get_context("fork").Process
+    ranks = [
+        fork(target=run_rank, args=(folder, call, local, first + local))
+        for local in range(call.nproc // num_nodes())
     ]
-    for process in running:
-        process.terminate()
-        process.send_signal(signal.SIGCONT)  # while it is stopped it cannot say where it stands
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + call.timeout_s + GRACE_S
+    while time.monotonic() < deadline:
+        codes = [rank.exitcode for rank in ranks]
+        failed = {rank: code for rank, code in enumerate(codes) if code not in (None, DONE)}
+        if failed or None not in codes:
+            break
+        time.sleep(0.02)
+    stopped = _ended(ranks)
+    path = folder / "failure"
+    if set(codes) == {DONE}:
+        path.unlink()
+    else:
+        write_text_atomic(path, _failure(folder, call, failed, stopped))
+
+
+def _ended(ranks: Sequence[multiprocessing.Process]) -> list[int]:
+    """Ends the ranks that still run; returns which of them a signal had stopped."""
+    running = [rank for rank in ranks if rank.is_alive()]
+    stopped = [
+        ranks.index(rank)
+        for rank in running
+        if os.WIFSTOPPED(os.waitpid(rank.pid, os.WNOHANG | os.WUNTRACED)[1])
+    ]
+    for rank in running:
+        rank.terminate()
+        os.kill(rank.pid, signal.SIGCONT)  # while it is stopped it cannot say where it stands
     deadline = time.monotonic() + ENDING_S
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0, deadline - time.monotonic()))
-        process.kill()
-        process.wait()
+    for rank in running:
+        rank.join(max(0, deadline - time.monotonic()))
+        rank.kill()
+        rank.join()
     return stopped
 
 
@@ -279,14 +305,18 @@ def moment() -> Any:
     return event
 
 
-def run_rank(folder: Path) -> None:
-    """Is a rank: writes what the function yields, and `done` or `error`, into the folder."""
+def run_rank(folder: Path, call: Call, local: int, rank: int) -> None:
+    """Is a rank: writes what the function yields, and its `error`, into the folder.
+
+    Args:
+        local: its number on this node; rank: on all.
+    """
+    with open(folder / f"{local}.stderr", "ab") as log:
+        os.dup2(log.fileno(), 2)
     # When it is ended it says on stderr where it stands, in a collective that hangs too.
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)
-    local = int(os.environ["LOCAL_RANK"])
     try:
-        call = pickle.loads((folder / "call").read_bytes())
         faulthandler.dump_traceback_later(call.timeout_s, exit=True)
         function = pkgutil.resolve_name(call.name)
         timeout = datetime.timedelta(seconds=call.collective_timeout_s)
@@ -305,16 +335,16 @@ def run_rank(folder: Path) -> None:
             "nccl" if device else "gloo",
             timeout=timeout,
             world_size=call.nproc,
-            rank=int(os.environ["RANK"]),
+            rank=rank,
             store=store,
             device_id=device,
         )
         with open(folder / f"{local}.items", "wb") as file:
-            for item in function(*call.args):
+            for item in function(*pickle.loads(call.args)):
                 pickle.dump(item, file)
                 file.flush()
         dist.destroy_process_group()
-        (folder / f"{local}.done").touch()
+        os._exit(DONE)
     except BaseException:
         error = json.dumps([time.time_ns(), traceback.format_exc()])
         write_text_atomic(folder / f"{local}.error", error)
@@ -332,37 +362,37 @@ def _read_items(path: Path) -> list[Any]:
     return items
 
 
-def _failure(
-    folder: Path, nproc: int, timeout_s: float, failed: dict[int, int], stopped: list[int]
-) -> str:
-    """Returns what to say of a failure.
+def _failure(folder: Path, call: Call, failed: dict[int, int], stopped: list[int]) -> str:
+    """Returns what to say of a failure on this node, whose ranks are numbered from 0.
 
     Args:
         failed: exit codes of the ranks that ended first; stopped: ranks that a signal had stopped.
     """
     errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
-    logs = [
-        (folder / f"{rank}.stderr").read_text(errors="replace").splitlines()
-        for rank in range(nproc)
-    ]
+    nproc = call.nproc // num_nodes()
+    logs = {
+        int(path.stem): path.read_text(errors="replace").splitlines()
+        for path in folder.glob("*.stderr")
+    }
     # A rank that died without a word took its peers along, and their errors say so.
     silent = [rank for rank in failed if rank not in errors]
     first = [*silent, *sorted(errors, key=errors.get), *stopped, 0][0]
     code = failed.get(first)
-    causes = [line for line in logs[first] if re.match(CAUSE, line)]
-    text = "\n".join(logs[first][-40:])
+    lines = logs.pop(first, [])
+    causes = [line for line in lines if re.match(CAUSE, line)]
+    text = "\n".join(lines[-40:])
     if first in errors:
         how = "exit status 1"
         text = errors[first][1]
     elif code is None or "Timeout (" in "".join(causes):  # which ends a rank by itself
-        how = f"no end in {timeout_s:g} s"
+        how = f"no end in {call.timeout_s:g} s"
     elif code < 0:
         how = f"killed by signal {-code}, {signal.strsignal(-code)}"
     else:
         how = f"exit status {code}" if code else "exit status 0, before it was done"
     how += "".join(f"; rank {rank} was stopped" for rank in stopped)
     parts = [f"rank {first} of {nproc} failed first ({how})", text, *causes[:1]]
-    for rank, log in enumerate(logs):
-        if log and rank != first:
+    for rank, log in sorted(logs.items()):
+        if log:
             parts += [f"rank {rank} was at:", *log[-20:]]
     return "\n".join(parts)
