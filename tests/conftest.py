@@ -2,6 +2,7 @@
 
 import atexit
 import concurrent.futures
+import functools
 import gc
 import importlib.metadata
 import multiprocessing.forkserver
@@ -11,6 +12,7 @@ import tempfile
 import types
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -20,6 +22,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As in the processes that measure: the compiler tries no instruction sets first.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# What is imported until the first test stays.
+gc.disable()
 
 # Tests that measure side by side do not wait for one another, nor for a run of the user's.
 LOCKS = tempfile.TemporaryDirectory(prefix="labkit-tests-")
@@ -167,6 +172,7 @@ def what_came_before_is_no_garbage():
     Anew for each file: the files import more, and some of what they measure thaws everything when
     it ends.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
     yield
@@ -175,7 +181,7 @@ def what_came_before_is_no_garbage():
 
 def patch_the_language_once() -> None:
     """Halves the time of Triton's interpreter, which replaces all of its language again at every
-    call of a function.
+    call of a function, and makes its table of types again for every tensor.
 
     Called inside a kernel, a function finds the language replaced already.
     """
@@ -193,14 +199,16 @@ def patch_the_language_once() -> None:
         return types.SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_once
+    for kind in (tl.block_type, tl.pointer_type):
+        kind.__hash__ = tl.dtype.__hash__
+    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
 
 
 def is_interpreted() -> bool:
-    import torch
-
     from labkit.kernels import fused
 
-    torch.set_num_threads(1)
+    gc.freeze()
+    gc.enable()
     return fused.IS_INTERPRETED
 
 
@@ -213,19 +221,13 @@ def interpreted():
     ]
     if versions[0] < (3, 7) and versions[1] >= (2, 4):
         pytest.skip("Triton before 3.7 interprets no kernel with NumPy 2.4 or newer")
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         max_workers=1, mp_context=context, initializer=patch_the_language_once
     ) as pool:
-        try:
-            # Started while the variable is set; the tests of this process never see it.
+        # Started while the variable is set; the tests of this process never see it.
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
             assert pool.submit(is_interpreted).result(timeout=120)
-        finally:
-            os.environ.pop("TRITON_INTERPRET")
-            if before is not None:
-                os.environ["TRITON_INTERPRET"] = before
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=240)
 
 

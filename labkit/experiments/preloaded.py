@@ -3,6 +3,7 @@ each worker would take seconds to import for its first optimizer and, without a 
 """
 
 import contextlib
+import gc
 import importlib
 
 from labkit import notebooks
@@ -12,6 +13,8 @@ from labkit.experiments.sweep import experiment_of
 modules = [*map(experiment_of, notebooks.names()), "labkit.experiments.bench", "torch._dynamo"]
 if not has_gpu_driver():  # with a GPU, which the server must not touch, each worker does
     modules.append("torch._inductor.compile_fx")
+gc.disable()  # what is imported stays
 for module in modules:
     with contextlib.suppress(Exception):  # the session that needs it says why
         importlib.import_module(module)
+gc.enable()

@@ -3,6 +3,7 @@ it was made.
 """
 
 import functools
+import gc
 import os
 import re
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ MOST_AT_ONCE = 4
 def rebuild(
     device: str,
     *,
-    output: Path | None = None,
+    output: Path | None,
     html: bool = False,
     save_notebooks: bool = False,
     by_papermill: bool = False,
@@ -68,6 +69,7 @@ def rebuild(
             f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}"
         )
     warnings = _unfinished(chapters)  # before minutes of notebooks, as it may be damaged
+    gc.freeze()  # otherwise each collection would walk through all modules
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     if by_papermill:
         executed = _execute_all({name: values | own.get(name, {}) for name in chapters})
@@ -103,7 +105,7 @@ def _report(
     chapters: Chapters, executed: Mapping[str, Any], folder: Path, warnings: list[str]
 ) -> str:
     ladder = card.ladder(chapters)
-    if ladder is not None:
+    if ladder:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
     bodies = []
     if card.first_of(chapters).device_kind == "cpu":
