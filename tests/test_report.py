@@ -150,7 +150,7 @@ def test_committed_reports_figures_and_tables_are_those_of_the_committed_records
         shutil.copytree(source / "records", tmp_path / source.name / "records")
         shutil.copy(source / "environment.json", tmp_path / source.name)
     code = (
-        "import sys; from pathlib import Path; from labkit.report import render\n"
+        "import gc, sys; gc.disable(); from pathlib import Path; from labkit.report import render\n"
         "sys.modules |= dict.fromkeys(('torch', 'triton', 'papermill'))\n"
         "for device in sys.argv[2:]: render.rebuild(device, output=Path(sys.argv[1]))\n"
     )
