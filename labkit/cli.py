@@ -1,6 +1,7 @@
 """The command line. Heavy packages load only inside the command that needs them."""
 
 import errno
+import gc
 import os
 import shlex
 import socket
@@ -343,6 +344,7 @@ def report(
     from labkit.device import slug_of
     from labkit.report import render
 
+    gc.freeze()  # otherwise each collection would walk through all modules
     for path in render.rebuild(
         slug_of(device), output=output, html=html, save_notebooks=save_notebooks
     ):

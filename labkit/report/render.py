@@ -3,7 +3,6 @@ it was made.
 """
 
 import functools
-import gc
 import os
 import re
 from collections.abc import Mapping
@@ -69,7 +68,6 @@ def rebuild(
             f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}"
         )
     warnings = _unfinished(chapters)  # before minutes of notebooks, as it may be damaged
-    gc.freeze()  # otherwise each collection would walk through all modules
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     if by_papermill:
         executed = _execute_all({name: values | own.get(name, {}) for name in chapters})
