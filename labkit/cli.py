@@ -414,7 +414,7 @@ def compare(
         )
     base, *others = [report.side(name, output, names) for name in devices]
     comparisons = [report.Comparison(base, other) for other in others]
-    if not to:
+    if to is None:
         print("\n".join(report.page(one, {}) for one in comparisons), end="")
         return
     for path in report.write(comparisons, _writable(to)):

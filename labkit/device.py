@@ -55,10 +55,8 @@ class Datasheet:
         return getattr(self, f"{precision}_tflops", None)
 
 
-DATASHEETS = [
-    Datasheet(**row)
-    for row in tomllib.loads((DATA / "datasheets.toml").read_text("utf-8"))["datasheets"]
-]
+_TABLE = (DATA / "datasheets.toml").read_text("utf-8")
+DATASHEETS = [Datasheet(**row) for row in tomllib.loads(_TABLE)["datasheets"]]
 
 
 def datasheet(device_name: str) -> Datasheet | None:

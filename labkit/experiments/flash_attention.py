@@ -177,8 +177,7 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
     operation = new_attention(device, case.parameters)
     torch.cuda.reset_peak_memory_stats()
     operation.call(impl, phase)()
-    peak_bytes = torch.cuda.max_memory_allocated() - before
-    return Measured({"peak_bytes": peak_bytes}, case.parameters)
+    return Measured({"peak_bytes": torch.cuda.max_memory_allocated() - before}, case.parameters)
 
 
 SECTIONS = {

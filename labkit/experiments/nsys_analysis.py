@@ -186,8 +186,7 @@ def _step_tables(marked: pd.DataFrame, plain: pd.DataFrame) -> tuple[dict, dict]
         "ranges": profiling.statistics_by(by_range, ["path", "kernel_class"]),
     }
     # Hundredths of a microsecond are enough.
-    columns = {name: table.round(2).to_dict("list") for name, table in tables.items()}
-    return metrics, columns
+    return metrics, {name: table.round(2).to_dict("list") for name, table in tables.items()}
 
 
 def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:

@@ -436,9 +436,9 @@ def _peer(module: str, function: Callable | None) -> Implementation:
     package = module.split(".")[0]
 
     def unavailable(x: Tensor, *others) -> str | None:
-        if not function:
+        if function is None:
             return f"{package} has no operation that does the same"
-        if not x.is_cuda or not importlib.util.find_spec(package):
+        if not x.is_cuda or importlib.util.find_spec(package) is None:
             return f"{package} is not installed, or there is no GPU"
         return None
 

@@ -203,7 +203,7 @@ def flash_attention_3(qkv: Tensor, lengths: Tensor, longest: int) -> Tensor:
 
 def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     """Returns transformers' model, of random weights, and its forward pass of the batch, padded."""
-    if not importlib.util.find_spec("transformers"):
+    if importlib.util.find_spec("transformers") is None:
         raise Skip("transformers is not installed")
     import transformers
 

@@ -289,9 +289,9 @@ class Step:
         model = self.model
         batch, context = self.tokens.shape
         compiled = "none"
-        if model._compiled_call_impl:
+        if model._compiled_call_impl is not None:
             compiled = "whole"
-        elif all(block._compiled_call_impl for block in model.blocks):
+        elif all(block._compiled_call_impl is not None for block in model.blocks):
             compiled = "regional"
         parameters = step_parameters(
             model.config.name,

@@ -179,7 +179,7 @@ def start_on(stream: torch.cuda.Stream | None, function: Callable, *args: Any) -
     """Calls a function on another stream, behind what the current one has to do; returns what has
     the current one wait for it. Without a stream, as on a CPU, it is called at once.
     """
-    if not stream:
+    if stream is None:
         function(*args)
         done = torch.futures.Future()
         done.set_result(None)

@@ -212,7 +212,7 @@ class Chapter:
         from labkit.report import figures  # matplotlib takes half a second; a plan draws nothing
 
         figure = _built(build, *arguments, **options)
-        if not figure:
+        if figure is None:
             return self._nothing(caption, arguments)
         file_name = f"{self.number}_{name}.svg"
         if self.save_figures:

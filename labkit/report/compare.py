@@ -122,7 +122,7 @@ def _hindrance(base: Row | None, other: Row | None) -> str:
     do.
     """
     for row in (base, other):
-        if not row:
+        if row is None:
             return "not measured"
         if row["status"] == "oom":
             return "did not fit"

@@ -45,12 +45,11 @@ def sums_figure(accumulation: pd.DataFrame) -> Figure:
 def _look(dtype: str, statistics: str) -> dict:
     """Returns how a line of `dtype` is drawn: its markers hollow where the sums are of another."""
     style = figures.STYLES[dtype]
-    face = style.colour if dtype == statistics else "white"
     return {
         "color": style.colour,
         "marker": style.marker,
         "markersize": 5,
-        "markerfacecolor": face,
+        "markerfacecolor": style.colour if dtype == statistics else "white",
     }
 
 

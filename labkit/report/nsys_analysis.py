@@ -94,7 +94,7 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     closer.
     """
     row = only(frame, **case)
-    if not row:
+    if row is None:
         return None
     table = row["observed"]["tables"]["timeline"]
     columns = ["kernel_class", "phase", "block", "start_us", "duration_us"]

@@ -431,7 +431,7 @@ def samples(devices: Iterable[Chapter]) -> pd.DataFrame:
     rows = []
     for chapter in devices:
         roofs = measured_roofs(chapter)
-        if not roofs:
+        if roofs is None:
             continue
         graphs = _steps(chapter, ["execution"], "graph_step", "median_ms")
         sums = _steps(chapter.of("02_nsys_analysis"), ["profiles"], "train_step", "step_kernel_ms")
@@ -554,7 +554,7 @@ def roofs_of(device: str, gpus: Mapping[str, Chapter]) -> Roofs:
     for slug, roofs in measured.items():
         if slug == name or (sheet and datasheet(slug) == sheet):
             return roofs
-    if not sheet:
+    if sheet is None:
         known = ", ".join(measured) or "no device"
         raise RequestError(
             f"no roofs of {name!r}: chapter 01 did not measure a GPU of that name (measured: "
@@ -652,8 +652,7 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
             "Time: no step of this way is recorded to predict it from; `labkit run 01 02` on a GPU "
             "records some."
         ]
-    coefficients = fitted(measured, setting.way)
-    times = predicted(coefficients, setting, roofs)
+    times = predicted(fitted(measured, setting.way), setting, roofs)
     step_ms = times["in all"]
     gradients = accounting.parameter_bytes(setting.config)
     gather_ms = 1e3 * accounting.ring_seconds(

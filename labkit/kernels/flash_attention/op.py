@@ -251,7 +251,7 @@ def plan_of(
         _check_tensors(q, k, v, packed)
         raise
     plan = _PLANS.get(key)
-    if not plan:
+    if plan is None:
         _check_tensors(q, k, v, packed)
         impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
         precision = resolve_precision(q, precision, packed=packed)

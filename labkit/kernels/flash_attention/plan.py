@@ -171,7 +171,7 @@ class Call(NamedTuple):
 
 def tiles_for(call: Call, layouts: tuple[Layout, ...]) -> AttentionConfig:
     """Returns the tiles of a call's kernels for operands of these layouts."""
-    if call.config:
+    if call.config is not None:
         return call.config
     if call.q.device.type != "cuda":
         return INTERPRETER_TILES
@@ -477,7 +477,7 @@ class Plan:
         lse = self.lse.empty()
         inputs = self.read(q, k, v)
         cu_seqlens = cu_seqlens or (None, None)
-        if not self.combine:
+        if self.combine is None:
             self.write_outputs(inputs, out, None, lse, cu_seqlens)
         else:
             parts = [x.empty() for x in self.parts]

@@ -198,7 +198,7 @@ def _store(
     for i in tl.static_range(len(columns)):
         inside = row_mask[:, None]
         if i == len(columns) - 1 and is_padded(HEAD_DIM, columns[i].shape[0]):
-            inside &= (columns[i] < HEAD_DIM)[None, :]
+            inside = inside & (columns[i] < HEAD_DIM)[None, :]
         tile = (parts[i] * factor).to(ptr.dtype.element_ty)
         tl.store(ptr + _offsets(rows, columns[i], strides[2], ALIGNMENT), tile, mask=inside)
 
@@ -392,9 +392,9 @@ def _visible(
     others = others[None, :]
     visible = others < length
     if HAS_AFTER:
-        visible &= others <= positions + after
+        visible = visible & (others <= positions + after)
     if HAS_BEFORE:
-        visible &= others >= positions - before
+        visible = visible & (others >= positions - before)
     return visible
 
 
