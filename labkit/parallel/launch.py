@@ -313,6 +313,7 @@ def run_rank(folder: Path, call: Call, local: int, rank: int) -> None:
     """
     with open(folder / f"{local}.stderr", "ab") as log:
         os.dup2(log.fileno(), 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local)}  # as torchrun has them
     # When it is ended it says on stderr where it stands, in a collective that hangs too.
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)

@@ -180,9 +180,10 @@ def over_length(
     names: Mapping[str, str],
     value: str,
     label: str,
+    limit: float = 0,
 ) -> Figure | None:
-    """Draws a value over the length on logarithmic axes: a panel per value of `panel`, in it a line
-    per implementation.
+    """Draws a value over the length on logarithmic axes, dotted at `limit`: a panel per value of
+    `panel`, in it a line per implementation.
 
     Args:
         names: what the column "impl" calls an implementation, or is to, by the name of its style.
@@ -203,6 +204,8 @@ def over_length(
             line_with_band(axis, line, "length", label=name, style=style, y=value)
         axis.set_title(title)
         axis.sharey(figure.axes[0])
+        if limit:
+            axis.axhline(limit, color="black", linewidth=1, linestyle=":")
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, labels)
         axis.minorticks_off()
