@@ -158,6 +158,11 @@ class Call:
     nproc: int
     number: int
 
+    @property
+    def num_local(self) -> int:
+        """How many of the ranks a node has."""
+        return self.nproc // num_nodes()
+
 
 def lead(nodes: int, address: str, port: int) -> dist.TCPStore:
     """Makes this machine node 0 of `nodes`: while the store that it returns is there, this process
@@ -196,7 +201,6 @@ def _run(call: Call, node: int) -> tuple[str, list[list[Any]]]:
     """Returns the failure of this node's ranks, "" where there is none, and what they yielded; in
     files and failures they are numbered from 0.
     """
-    num_ranks = call.nproc // num_nodes()
     with guarded_folder() as (folder, _):
         (folder / "call").write_bytes(pickle.dumps(call))
         environment = {
@@ -217,23 +221,18 @@ def _run(call: Call, node: int) -> tuple[str, list[list[Any]]]:
         modules = "torch"  # other modules than labkit's may touch a device
         if call.name.startswith("labkit.experiments."):  # whose ranks make optimizers
             modules = f"torch._dynamo, {call.name.partition(':')[0]}"
+        program = PARENT.format(modules, folder, node * call.num_local)
         path = folder / "failure"
         # Where its time is over, or an interrupt ends it, the guard ends the ranks.
         with open(path, "wb") as log, contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                [
-                    sys.executable,
-                    "-P",
-                    "-u",
-                    "-c",
-                    PARENT.format(modules, folder, node * num_ranks),
-                ],
+                [sys.executable, "-P", "-u", "-c", program],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 timeout=call.timeout_s + 2 * GRACE_S + ENDING_S,
             )
-        finished = [_read_items(folder / f"{rank}.items") for rank in range(num_ranks)]
+        finished = [_read_items(folder / f"{rank}.items") for rank in range(call.num_local)]
         failure = ""
         if path.exists():
             where = f"node {node}: {call.name}" if call.number else call.name
@@ -249,7 +248,7 @@ def fork_ranks(folder: Path, first: int) -> None:
     fork = multiprocessing.get_context("fork").Process
     ranks = [
         fork(target=run_rank, args=(folder, call, local, first + local))
-        for local in range(call.nproc // num_nodes())
+        for local in range(call.num_local)
     ]
     for rank in ranks:
         rank.start()
@@ -326,8 +325,7 @@ def run_rank(folder: Path, call: Call, local: int, rank: int) -> None:
         else:
             store = dist.FileStore(str(folder / "store"), call.nproc)
         store.set_timeout(timeout)
-        # Of this node, which has its share of the ranks.
-        torch.set_num_threads(max(1, num_usable_cores() * num_nodes() // call.nproc))
+        torch.set_num_threads(max(1, num_usable_cores() // call.num_local))
         device = None
         if call.device == "cuda":
             device = torch.device("cuda", local)
@@ -370,7 +368,6 @@ def _failure(folder: Path, call: Call, failed: dict[int, int], stopped: list[int
         failed: exit codes of the ranks that ended first; stopped: ranks that a signal had stopped.
     """
     errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
-    nproc = call.nproc // num_nodes()
     logs = {
         int(path.stem): path.read_text(errors="replace").splitlines()
         for path in folder.glob("*.stderr")
@@ -392,7 +389,7 @@ def _failure(folder: Path, call: Call, failed: dict[int, int], stopped: list[int
     else:
         how = f"exit status {code}" if code else "exit status 0, before it was done"
     how += "".join(f"; rank {rank} was stopped" for rank in stopped)
-    parts = [f"rank {first} of {nproc} failed first ({how})", text, *causes[:1]]
+    parts = [f"rank {first} of {call.num_local} failed first ({how})", text, *causes[:1]]
     for rank, log in sorted(logs.items()):
         if log:
             parts += [f"rank {rank} was at:", *log[-20:]]
