@@ -232,7 +232,7 @@ def ring(
     if row_desc is not None:
         rows = room(row_desc, NUM)
     full = barriers(NUM, 1)
-    empty = barriers(NUM, READERS)
+    empty = barriers(NUM, READERS) if FIRST is None else None
     THREADS: gl.constexpr = 128 * READERS + 32  # those that release a place, and the loading warp
     return Ring(descs, tiles, row_desc, rows, full, empty, NUM, FIRST, THREADS)
 
