@@ -273,14 +273,6 @@ def read_grids(text: str) -> dict[str, dict[str, Grid]]:
 GRIDS = read_grids((DATA / "grids.toml").read_text(encoding="utf-8"))
 """Each notebook's grid by profile."""
 
-BENCHMARKING = GRIDS["01_benchmarking"]
-NSYS_ANALYSIS = GRIDS["02_nsys_analysis"]
-MIXED_PRECISION = GRIDS["03_mixed_precision"]
-MEMORY = GRIDS["04_memory"]
-ATTENTION = GRIDS["05_attention"]
-FLASH_ATTENTION = GRIDS["06_flash_attention"]
-DISTRIBUTED = GRIDS["07_distributed"]
-SIGLIP2 = GRIDS["08_siglip2"]
 
 NARROWED = {
     "sizes": "size",

@@ -262,6 +262,7 @@ def on_a_cpu(request, monkeypatch):
 @pytest.fixture
 def briefly_on_a_cpu(monkeypatch, on_a_cpu):
     """The smoke profile's times are shorter still."""
-    from labkit.experiments.benchmarking import BENCHMARKING
+    from labkit.configs import GRIDS
 
-    monkeypatch.setitem(BENCHMARKING, "smoke", replace(BENCHMARKING["smoke"], time_limit_s=0.02))
+    grids = GRIDS["01_benchmarking"]
+    monkeypatch.setitem(grids, "smoke", replace(grids["smoke"], time_limit_s=0.02))

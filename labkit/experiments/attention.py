@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from labkit import numerics
-from labkit.configs import ATTENTION, check_known
+from labkit.configs import GRIDS, check_known
 from labkit.device import Device
 from labkit.experiments.contest import Tensors, attention_formula, by_formula, draw
 from labkit.experiments.operations import IMPLEMENTATIONS
@@ -43,7 +43,7 @@ no measurement.
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
-    grid = ATTENTION[profile]
+    grid = GRIDS["05_attention"][profile]
     plan = Plan(grid, grid.series)
 
     def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:

@@ -11,10 +11,10 @@ import functools
 import itertools
 
 from labkit.configs import (
-    BENCHMARKING,
     COMPILE_MODES,
     COMPILE_PHASES,
     EXECUTION_PHASES,
+    GRIDS,
     STEP_PHASES,
     WARMUP_PHASES,
 )
@@ -29,7 +29,7 @@ MEASUREMENT_VERSION = 2
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
-    grid = BENCHMARKING[profile]
+    grid = GRIDS["01_benchmarking"][profile]
     plan = Plan(grid, grid.precisions)
     for shape in itertools.product(grid.warmup_sizes, grid.warmup_contexts, ["fp32"]):
         for phase in WARMUP_PHASES:

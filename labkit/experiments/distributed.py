@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.accounting import OPERATIONS
-from labkit.configs import DISTRIBUTED
+from labkit.configs import GRIDS
 from labkit.device import Device, gpu_links, num_gpus, num_nodes, num_usable_cores
 from labkit.experiments import step_8b
 from labkit.experiments.sections import Plan, run_section
@@ -56,7 +56,7 @@ def cases(
     """Returns the cases of `profile` on these numbers of ranks; "8b" only where `workload` names
     it, and of the chapter its "collectives" alone where that is named.
     """
-    grid = DISTRIBUTED[profile]
+    grid = GRIDS["07_distributed"][profile]
     is_cuda = device_kind == "cuda"
     # On the only GPU of a machine every other case is skipped: nothing there needs a ceiling. A
     # machine without GPUs lists the cases of another.

@@ -16,7 +16,7 @@ import torch
 import triton.errors
 
 from labkit import numerics
-from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES
+from labkit.configs import GRIDS, MATERIALISING, PASSES
 from labkit.device import Device
 from labkit.experiments.contest import IN_TURN, RANKING, contest_section
 from labkit.experiments.operations import add_contest, new_attention
@@ -35,7 +35,7 @@ TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
-    grid = FLASH_ATTENTION[profile]
+    grid = GRIDS["06_flash_attention"][profile]
     plan = Plan(grid, grid.impls)
     for tile, causal in itertools.product(grid.algorithm_tiles, (False, True)):
         parameters = {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}

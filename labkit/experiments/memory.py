@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from labkit.configs import MEMORY, ModelConfig, check_known
+from labkit.configs import GRIDS, ModelConfig, check_known
 from labkit.device import Device
 from labkit.experiments.sections import Plan, empty_cache, run_section, section, timed
 from labkit.experiments.step import Step, run_blocks, step_parameters
@@ -57,7 +57,7 @@ by both.
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
-    grid = MEMORY[profile]
+    grid = GRIDS["04_memory"][profile]
     planned = Plan(grid)
     for shape in itertools.product(grid.sizes, grid.contexts, grid.precisions):
         planned.add("peaks", step_parameters(*shape), "inference", "forward", "train_step")

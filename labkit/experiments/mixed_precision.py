@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.configs import (
+    GRIDS,
     MIXED_PHASES,
-    MIXED_PRECISION,
     MIXED_PRECISIONS,
     NORM_SETTINGS,
     check_known,
@@ -97,7 +97,7 @@ LAST_STEPS = 0.1
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
-    grid = MIXED_PRECISION[profile]
+    grid = GRIDS["03_mixed_precision"][profile]
     plan = Plan(grid)
     for method, accumulator, term, cast in SERIES:
         parameters = {

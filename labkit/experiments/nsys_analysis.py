@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from labkit.configs import NSYS_ANALYSIS
+from labkit.configs import GRIDS
 from labkit.device import Device
 from labkit.experiments.captured_step import (
     NUM_WARMUP,
@@ -48,7 +48,9 @@ KERNEL_KINDS = ("kernel", "operator")
 """Kinds of launches whose time is kernel time: no copies by the copy engine, no memsets."""
 
 TIMELINES = {
-    (*map(str, shape), "train_step") for grid in NSYS_ANALYSIS.values() for shape in grid.timelines
+    (*map(str, shape), "train_step")
+    for grid in GRIDS["02_nsys_analysis"].values()
+    for shape in grid.timelines
 }
 """The words of the steps that are kept launch by launch."""
 
@@ -70,7 +72,7 @@ class ProfiledCase(Case):
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
-    grid = NSYS_ANALYSIS[profile]
+    grid = GRIDS["02_nsys_analysis"][profile]
     planned = []
     for size in grid.sizes:
         last = "forward_backward" if size in grid.without_optimizer else "train_step"

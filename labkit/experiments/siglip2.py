@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from labkit.configs import SIGLIP2, check_known, siglip2_config
+from labkit.configs import GRIDS, check_known, siglip2_config
 from labkit.device import Device
 from labkit.experiments.contest import contest_section, draw
 from labkit.experiments.operations import DEFINITIONS, add_contest, row_operation
@@ -54,7 +54,7 @@ H200 copying it there first took 3 ms of a forward pass of 30.
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
-    grid = SIGLIP2[profile]
+    grid = GRIDS["08_siglip2"][profile]
     is_gpu = device_kind == "cuda"
     dtype = "bf16" if is_gpu else "fp32"
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}

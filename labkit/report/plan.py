@@ -2,8 +2,9 @@
 
 Memory is the closed form of `accounting`, with what CUDA's allocator and libraries add. Time is a
 model of kernels: FLOPs over the measured sustained rate of the matrix products, bytes over that of
-a copy, and a constant per layer, each with a coefficient that is fitted to the device times of all
-records. How far it errs on records that it was not fitted to stands beside every prediction.
+a copy or between it and that of fp32, and a constant per layer, each with a coefficient that is
+fitted to the device times of all records. How far it errs on records that it was not fitted to
+stands beside every prediction.
 """
 
 import bisect
@@ -304,8 +305,8 @@ def cheapest_recomputation(setting: Setting, limit: float) -> str | None:
 BOUND = {
     "matrix products": "matmul",
     "fused attention": "matmul or memory",
-    "scores": "memory",
-    "elementwise": "memory",
+    "scores": "memory and multiprocessors",
+    "elementwise": "memory and multiprocessors",
     "AdamW": "memory",
     "kernels' begin and end": "launch",
 }
@@ -330,30 +331,32 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     d, layers, tokens = config.d_model, config.num_layers, setting.tokens
     flops_rate = roofs.rates[setting.precision] / 1e3
     copy_rate = roofs.rates["copy"] / 1e3
-    # Autocast's scores have two bytes around the products and four around the softmax. Of 2 to 4,
-    # 2.7 errs least on sizes and contexts that were left out.
-    score_bytes = 2.7 if setting.precision == "bf16" else 4
+    # Elementwise kernels wait for memory and for the multiprocessors: from an H100 to an H200,
+    # which differ in memory alone, they gain about the root of what a copy gains.
+    elementwise_rate = math.sqrt(copy_rate * roofs.rates["fp32"] / 1e3)
+    # Autocast's scores have two bytes around the products and four around the softmax.
+    score_bytes = 3 if setting.precision == "bf16" else 4
     is_eager = setting.attention == "eager"
     plan = accounting.checkpoint_plan(setting.recompute, layers)
     passes = 2 + accounting.checkpoint_forwards(layers, plan)
-    again = passes / 3
+    num_blocks = passes / 3 * layers  # those that are computed again count again
     # The head is behind all blocks: its product is never computed again.
     matrices = passes * accounting.num_matmul_parameters(config)
     matrices -= (passes - 3) * config.vocab_size * d
     # A fused kernel leaves out what a causal mask hides; an encoder has none.
     pairs = setting.context / 2 if config.vocab_size else setting.context
     attention = 4 * tokens * pairs * config.attention_widths[0] * layers
-    scores = layers * setting.batch * config.num_heads * setting.context**2 * score_bytes
+    scores = setting.batch * config.num_heads * setting.context**2 * score_bytes
     # Of the parameters a rank updates its share.
     num_ranks = setting.num_gpus if SHARING[setting.gpu_way].stage else 1
     update = accounting.optimizer_step_bytes(config) / num_ranks
     return {
         "matrix products": 2 * matrices * tokens / flops_rate,
         "fused attention": 0.0 if is_eager else passes * attention / flops_rate,
-        "scores": again * scores / copy_rate if is_eager else 0.0,
-        "elementwise": again * layers * tokens * d * 4 / copy_rate,
+        "scores": num_blocks * scores / elementwise_rate if is_eager else 0.0,
+        "elementwise": num_blocks * tokens * d * 4 / elementwise_rate,
         "AdamW": update / copy_rate,
-        "kernels' begin and end": again * layers * 1e-2,
+        "kernels' begin and end": num_blocks * 1e-2,
     }
 
 
@@ -366,7 +369,7 @@ def measured_roofs(chapter: Chapter) -> Roofs | None:
         else:
             rates[row["precision"]] = row["sustained_tflops"] * 1e12
     gpu = chapter.gpu
-    if "copy" not in rates or len(rates) < 2 or not gpu.get("memory_bytes"):
+    if not {"copy", "fp32"} <= rates.keys() or not gpu.get("memory_bytes"):
         return None
     # Between launched kernels a GPU waits for the host and draws less.
     steps = usable(select(chapter.records("execution"), phase="graph_step"), "watts")
