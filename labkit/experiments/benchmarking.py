@@ -56,12 +56,10 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     for way in grid.executions:
         impl = way["impl"]
         mode = way["compile"]
-        is_fused = impl == "fused"
-        attention = "auto" if is_fused else "eager"  # the fused model has ours
         shapes = (way.get("sizes", grid.execution_sizes), way["contexts"], way["precisions"])
         for shape in itertools.product(*shapes):
-            step = step_parameters(*shape, compile=mode, attention=attention, impl=impl)
-            compiles = is_fused or mode != "none"
+            step = step_parameters(*shape, compile=mode, attention=way["attention"], impl=impl)
+            compiles = impl == "fused" or mode != "none"
             sustained = ("graph_step",) if shape in grid.sustained_executions else ()
             plan.add("execution", step, *EXECUTION_PHASES, sustained=sustained, compiles=compiles)
     return plan

@@ -305,23 +305,12 @@ def cheapest_recomputation(setting: Setting, limit: float) -> str | None:
 BOUND = {
     "matrix products": "matmul",
     "fused attention": "matmul or memory",
-    "scores": "memory and multiprocessors",
     "elementwise": "memory and multiprocessors",
     "AdamW": "memory",
     "kernels' begin and end": "launch",
 }
 """The parts of a predicted time, and what bounds each. More parts, as of logits and casts, fit no
 better what they were not fitted to.
-"""
-
-OF_A_WAY = {
-    "scores": "elementwise",
-    "elementwise": "elementwise",
-    "AdamW": "AdamW",
-    "kernels' begin and end": "kernels' begin and end",
-}
-"""The parts that a way of running the step changes, each with the name of its factor; the products
-stay the same.
 """
 
 
@@ -334,8 +323,6 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     # Elementwise kernels wait for memory and for the multiprocessors: from an H100 to an H200,
     # which differ in memory alone, they gain about the root of what a copy gains.
     elementwise_rate = math.sqrt(copy_rate * roofs.rates["fp32"] / 1e3)
-    # Autocast's scores have two bytes around the products and four around the softmax.
-    score_bytes = 3 if setting.precision == "bf16" else 4
     is_eager = setting.attention == "eager"
     plan = accounting.checkpoint_plan(setting.recompute, layers)
     passes = 2 + accounting.checkpoint_forwards(layers, plan)
@@ -346,15 +333,19 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     # A fused kernel leaves out what a causal mask hides; an encoder has none.
     pairs = setting.context / 2 if config.vocab_size else setting.context
     attention = 4 * tokens * pairs * config.attention_widths[0] * layers
-    scores = setting.batch * config.num_heads * setting.context**2 * score_bytes
+    block_bytes = 4 * tokens * d
+    if is_eager:
+        # Of three elementwise kernels one passes over scores. Autocast's have two bytes around the
+        # products and four around the softmax.
+        score_bytes = 3 if setting.precision == "bf16" else 4
+        block_bytes += setting.batch * config.num_heads * setting.context**2 * score_bytes / 3
     # Of the parameters a rank updates its share.
     num_ranks = setting.num_gpus if SHARING[setting.gpu_way].stage else 1
     update = accounting.optimizer_step_bytes(config) / num_ranks
     return {
         "matrix products": 2 * matrices * tokens / flops_rate,
         "fused attention": 0.0 if is_eager else passes * attention / flops_rate,
-        "scores": num_blocks * scores / elementwise_rate if is_eager else 0.0,
-        "elementwise": num_blocks * tokens * d * 4 / elementwise_rate,
+        "elementwise": num_blocks * block_bytes / elementwise_rate,
         "AdamW": update / copy_rate,
         "kernels' begin and end": num_blocks * 1e-2,
     }
@@ -467,26 +458,12 @@ def memory_errors(devices: Iterable[Chapter]) -> pd.DataFrame:
 
 
 def fitted(measured: pd.DataFrame, way: str) -> dict[str, float]:
-    """Returns coefficients of `terms` for a way.
-
-    Those of "eager", of which most steps are recorded, have the least squares of relative errors;
-    of another way the parts OF_A_WAY are theirs times a factor.
-    """
-    eager = select(measured, way="eager")
-    rows = eager[list(BOUND)].div(eager["measured"], axis=0)
+    """Returns coefficients of `terms` for a way, those of least squares of relative errors."""
+    steps = select(measured, way=way)
+    rows = steps[list(BOUND)].div(steps["measured"], axis=0)
     # No part is faster than its roof.
     beyond = _least_squares(rows, 1 - rows.sum(axis=1))
-    coefficients = {part: 1 + value for part, value in beyond.items()}
-    if way == "eager":
-        return coefficients
-    alike = select(measured, way=way)
-    parts = alike[list(BOUND)].mul(coefficients).div(alike["measured"], axis=0)
-    own = parts[list(OF_A_WAY)].T.groupby(OF_A_WAY).sum().T
-    others = parts.drop(columns=list(OF_A_WAY)).sum(axis=1)
-    factors = _least_squares(own, 1 - others)
-    return {
-        part: value * factors.get(OF_A_WAY.get(part), 1.0) for part, value in coefficients.items()
-    }
+    return {part: 1 + value for part, value in beyond.items()}
 
 
 def _least_squares(rows: pd.DataFrame, target: pd.Series) -> dict[str, float]:
@@ -506,7 +483,7 @@ def predicted(coefficients: Mapping[str, float], setting: Setting, roofs: Roofs)
     return parts | {"in all": sum(parts.values())}
 
 
-LEAST_SAMPLES = 20
+LEAST_SAMPLES = 8
 """Steps below which coefficients, and the parts of a time, mean nothing."""
 
 
@@ -519,8 +496,7 @@ def errors(measured: pd.DataFrame, held_out: str, way: str = "eager") -> pd.Data
     rows = []
     for value, left_out in measured.groupby(held_out, sort=False):
         rest = measured[measured[held_out] != value]
-        num_alike = len(select(rest, way=way))
-        if len(select(rest, way="eager")) < LEAST_SAMPLES or num_alike < len(OF_A_WAY):
+        if len(select(rest, way=way)) < LEAST_SAMPLES:
             continue
         coefficients = fitted(rest, way)
         sheet = datasheet(value) if held_out == "device" else None
