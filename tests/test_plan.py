@@ -1,5 +1,6 @@
 """What a plan says is held against what was measured."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -56,18 +57,14 @@ def test_predicted_memory_of_two_gpus_is_what_steps_took(chapter):
 
 
 def test_predicted_time_is_near_steps_it_was_not_fitted_to(measured, gpus):
-    for held_out in ("size", "context"):
-        errors = plan.errors(measured, held_out)["error"].abs()
-        assert len(errors) == len(select(measured, way="eager")) > 50
-        assert errors.median() < 0.05 and errors.quantile(0.95) < 0.1
-    compiled = plan.errors(measured, "size", "compiled")["error"].abs()
-    assert len(compiled) == 8 and compiled.max() < 0.08
-    # With one device there is nothing to fit to when it is held out; another has a datasheet.
-    assert plan.errors(measured, "device").empty
     every = plan.samples(gpus.values())
-    error = plan.errors(every, "device")["error"].abs()
-    assert len(error) == len(select(every, way="eager"))
-    assert error.median() < 0.08 and error.quantile(0.95) < 0.15
+    left_out = [*itertools.product(STEP_WAYS, ("size", "context")), ("eager", "device")]
+    for way, held_out in left_out:
+        error = plan.errors(every, held_out, way)["error"].abs()
+        assert len(error) == len(select(every, way=way)) > 10
+        assert error.median() < 0.05 and error.quantile(0.95) < 0.1
+    # With one device there is nothing to fit to when it is held out.
+    assert plan.errors(measured, "device").empty
     assert min(plan.fitted(measured, "ours").values()) >= 0
 
 
@@ -137,15 +134,19 @@ def test_throughput_is_what_others_report(measured, gpus, tmp_path):
     """
     llama = read(LLAMA_8B, tmp_path)
     fitted = plan.fitted(measured, "compiled")
-    for device, batch, num_gpus, known in [
-        ("NVIDIA A100-SXM4-80GB", 1, 64, 2973),
-        ("H100", 2, 8, 6667),
+    for device, watts, batch, num_gpus, known in [
+        ("NVIDIA A100-SXM4-80GB", 400, 1, 64, 2973),
+        ("H100", 500, 2, 8, 6667),
     ]:
+        roofs = plan.roofs_of(device, gpus)
+        # Power grows about with the third power of the clock.
+        clock = (watts / roofs.power_limit_w) ** (1 / 3)
+        roofs = roofs._replace(rates={name: clock * rate for name, rate in roofs.rates.items()})
         rates = []
         for recompute in ("1", "none"):
             case = batch, 8192, "bf16", "fused", "compiled", recompute, num_gpus, "fsdp"
             setting = Setting(llama, *case)
-            step_ms = plan.predicted(fitted, setting, plan.roofs_of(device, gpus))["in all"]
+            step_ms = plan.predicted(fitted, setting, roofs)["in all"]
             rates.append(setting.tokens / step_ms * 1e3)
         assert 0.85 * rates[0] < known < 1.15 * rates[1], rates
 

@@ -338,6 +338,10 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
         # Of three elementwise kernels one passes over scores. Autocast's have two bytes around the
         # products and four around the softmax.
         score_bytes = 3 if setting.precision == "bf16" else 4
+        if setting.way == "compiled" and setting.context > 1024:
+            # Shorter rows stay in registers. Softmax and its gradient, by one compiled kernel each,
+            # read longer ones twice: 36 bytes of a score are moved, products included, for 28.
+            score_bytes *= 36 / 28
         block_bytes += setting.batch * config.num_heads * setting.context**2 * score_bytes / 3
     # Of the parameters a rank updates its share.
     num_ranks = setting.num_gpus if SHARING[setting.gpu_way].stage else 1
@@ -625,8 +629,8 @@ LINK_BYTES_PER_S = 300e9
 def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataFrame) -> list[str]:
     if setting.precision not in roofs.rates:
         return [f"Time: no rate of {setting.precision} is known."]
-    num_alike = len(select(measured, way=setting.way))
-    if not num_alike:
+    alike = select(measured, way=setting.way)
+    if alike.empty:
         return [
             "Time: no step of this way is recorded to predict it from; `labkit run 01 02` on a GPU "
             "records some."
@@ -642,13 +646,13 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
     words = ", ".join(
         f"{part} {number(times[part])} ({bound})" for part, bound in BOUND.items() if times[part]
     )
-    if num_alike < LEAST_SAMPLES:
+    if len(alike) < LEAST_SAMPLES:
         words = "too few steps of this way are recorded to tell its parts"
     lines = [
         f"Device time of a step: {number(step_ms)} ms; {words}.",
         f"{number(rate)} tokens/s a GPU{' at best' if sent_ms else ''}.",
     ]
-    if setting.context > measured["context"].max():
+    if setting.context > alike["context"].max():
         # In short contexts, to which it is fitted, fused attention is far from its rate.
         lines.append(
             "No recorded context is as long: the time is a guess, too long with fused attention."
