@@ -176,7 +176,7 @@ def _unfinished(chapters: Chapters) -> list[str]:
         if done["num_missing"]:
             missing.append(f"{done['num_missing']:,} of {name[:2]}")
     if missing:
-        warnings.append(f"**Measurements of the grid that are not recorded: {listing(missing)}.**")
+        warnings.append(f"**Measurements of the grid not recorded: {listing(missing)}.**")
     if quick:
         numbers = "all chapters" if len(quick) == len(chapters) else f"chapters {listing(quick)}"
         text = f"A first report: of {numbers} the quick profile is measured, a small part of the"
