@@ -692,25 +692,27 @@ def _seconds_at_hand(notebook: str, kind: str) -> dict[str, float]:
     """Returns what a phase took on the reference device, or on a CPU that was measured, by its
     section, and by `_name` of its case; {} where nothing is at hand.
 
-    That is the mean time since the record before it. The ranks of chapter 07 measure the phases of
-    a case at once, and the first of them has all of its time, the first of a session that since it
-    began.
+    That is the mean time since the record of its section before it. The ranks of chapter 07 measure
+    the phases of a case at once, and the first of them has all of its time, the first of a session
+    that since it began.
     """
     pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
     for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl")):
         seconds = defaultdict(list)
-        since = {}  # by session
+        since = {}  # by session and section: what was before it may have been measured anew
         for record in RecordStore(path).load():
             at = datetime.datetime.fromisoformat(record.recorded_at)
-            # Other chapters may have been measured before the host.
+            series = (record.session, record.section)
             if notebook in ALL_DEVICES and record.section not in SESSION_SECTIONS:
+                series = (record.session, "")
+                # Other chapters may have been measured before the host.
                 began = datetime.datetime.strptime(record.session[:16], "%Y%m%dT%H%M%S%z")
-                since.setdefault(record.session, began)
-            if record.session in since:
-                took_s = (at - since[record.session]).total_seconds()
+                since.setdefault(series, began)
+            if series in since:
+                took_s = (at - since[series]).total_seconds()
                 seconds[record.section].append(took_s)
                 seconds[_name(record.section, record.case)].append(took_s)
-            since[record.session] = at
+            since[series] = at
         if seconds:  # otherwise of a run that ended before its first record was whole
             return {name: statistics.fmean(times) for name, times in seconds.items()}
     return {}
