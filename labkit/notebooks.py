@@ -119,6 +119,8 @@ def _narrowed_by(grid: Grid) -> dict[str, list]:
     values = {key: getattr(grid, key) for key in NARROWED if hasattr(grid, key)}
     for lengths in getattr(grid, "long_lengths", {}).values():  # of some series only
         values["lengths"] += lengths
+    for shape in getattr(grid, "rivalries", ()):  # some have a head dimension of their own
+        values["d_heads"] += (shape["d_head"],)
     return {key: list(values[key] if key == "sizes" else sorted({*values[key]})) for key in values}
 
 

@@ -53,6 +53,8 @@ def test_a_grid_is_narrowed_in_its_own_order():
         "d_heads": [16, 128],
         "lengths": [65536],  # of some series only
     }
+    of_a_rivalry = {"d_heads": [72]}
+    assert notebooks.narrowing("06_flash_attention", "full", of_a_rivalry) == of_a_rivalry
 
 
 def test_the_profile_auto_is_left_to_the_device():
