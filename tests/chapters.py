@@ -1,6 +1,5 @@
 """What the tests of several chapters share."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,13 +68,6 @@ def recorded(notebook: str, folder: Path) -> list[Record]:
     """Returns the records of a run without those of its host."""
     records = RecordStore(folder / "records" / f"{notebook}.jsonl").load()
     return [record for record in records if record.section != HOST_SECTION]
-
-
-def finished(notebook: str, folder: Path) -> list[Record]:
-    """Returns what `recorded` does, of a run of which nothing is missing."""
-    done = (folder / "records" / f"{notebook}.done.json").read_text(encoding="utf-8")
-    assert json.loads(done)["num_missing"] == 0
-    return recorded(notebook, folder)
 
 
 def execute_smoke(notebook: str, output: Path, **narrowed):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("briefly_on_a_cpu")
 
 @pytest.fixture
 def small_ceilings(monkeypatch):
-    monkeypatch.setitem(sections.CEILING_SIZES, "cpu", 64)
+    monkeypatch.setattr(sections, "CEILING_SIZES", {"cpu": 64})
     monkeypatch.setitem(sections.COPY_BYTES, "cpu", 2**20)
     monkeypatch.setitem(sections.CEILING_TIME_S, "cpu", 0.05)
     monkeypatch.setitem(sections.SUSTAINED_S, "cpu", 0.03)

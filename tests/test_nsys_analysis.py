@@ -9,13 +9,14 @@ import os
 import pandas as pd
 import pytest
 import torch
-from chapters import execute_smoke, finished
+from chapters import execute_smoke, recorded
 
 from labkit.device import detect
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.captured_step import parameters_of
 from labkit.experiments.nsys_analysis import ProfiledCase, cases
 from labkit.measure.profiling import Nsys, ProfileError, Trace
+from labkit.records import read_done
 
 NOTEBOOK = "02_nsys_analysis"
 CANARY = "a-canary-that-sings-in-no-file"
@@ -109,10 +110,12 @@ def test_a_capture_without_the_steps_ranges_is_an_error():
 def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path, monkeypatch):
     """The notebook executed here in the smoke profile, with a canary in the environment."""
     monkeypatch.setenv("LABKIT_CANARY", CANARY)
-    folder, executed = execute_smoke(NOTEBOOK, tmp_path)
-    records = finished(NOTEBOOK, folder)
+    folder, executed = execute_smoke(NOTEBOOK, tmp_path, sizes=["nano"])
+    records = recorded(NOTEBOOK, folder)
     assert {record.status for record in records} == {"ok"}
-    assert len(records) == 2 * len(cases("smoke", "cpu"))
+    sizes = [case.parameters["size"] for case in cases("smoke", "cpu")]
+    assert len(records) == 2 * sizes.count("nano")
+    assert read_done(folder, NOTEBOOK)["num_missing"] == 2 * len(sizes) - len(records)
     for record in records:
         observed = record.observed
         metrics = record.metrics
