@@ -119,8 +119,10 @@ def _narrowed_by(grid: Grid) -> dict[str, list]:
     values = {key: getattr(grid, key) for key in NARROWED if hasattr(grid, key)}
     for lengths in getattr(grid, "long_lengths", {}).values():  # of some series only
         values["lengths"] += lengths
-    for shape in getattr(grid, "rivalries", ()):  # some have a head dimension of their own
+    for shape in getattr(grid, "rivalries", ()):
         values["d_heads"] += (shape["d_head"],)
+    for way in getattr(grid, "executions", ()):
+        values["contexts"] += way["contexts"]
     return {key: list(values[key] if key == "sizes" else sorted({*values[key]})) for key in values}
 
 

@@ -62,8 +62,8 @@ def test_predicted_time_is_near_steps_it_was_not_fitted_to(measured, gpus):
     for way, held_out in left_out:
         error = plan.errors(every, held_out, way)["error"].abs()
         assert len(error) == len(select(every, way=way)) > 10
-        most = 0.08 if way == "compiled" else 0.1
-        assert error.median() < 0.05 and error.quantile(0.95) < most
+        assert error.median() < 0.05 and error.quantile(0.95) < 0.1
+        assert way != "compiled" or error.max() < 0.08
     # With one device there is nothing to fit to when it is held out.
     assert plan.errors(measured, "device").empty
 
