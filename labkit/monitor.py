@@ -287,9 +287,10 @@ class Monitor:
             if not self.readings:
                 self._read()
             self.summary |= self._gpu_summary()
+            if others := foreign_processes(self._nvml, self._handle):
+                self.summary["foreign_processes"] = others
+                causes.append(f"other processes on the GPU: {others}")
         self._resources.close()
-        if others := self.summary.get("foreign_processes"):
-            causes.append(f"other processes on the GPU: {others}")
         if self.summary or causes:
             self.summary["disturbed"] = bool(causes)
         if causes:
@@ -347,6 +348,4 @@ class Monitor:
             known = [value for value in values if value is not None]
             if known:
                 summary[name] = statistic(known)
-        if others := foreign_processes(self._nvml, self._handle):
-            summary["foreign_processes"] = others
         return summary

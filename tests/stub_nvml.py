@@ -11,7 +11,6 @@ class StubNvml(types.ModuleType):
 
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_CLOCK_SM = 1
-    NVML_CLOCK_MEM = 2
     NVML_TEMPERATURE_GPU = 0
     NVML_NVLINK_MAX_LINKS = 6
 

@@ -22,13 +22,11 @@ def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatc
     num_open = []
     all_read = threading.Event()
 
-    def reasons_and_last():
-        if len(reasons) == 1:
-            all_read.set()
-            return reasons[0]
-        return reasons.pop(0)
+    def reasons():
+        yield from (idle, power_cap | hot)
+        all_read.set()
+        yield from repeat(application_setting)
 
-    reasons = [idle, power_cap | hot, application_setting]
     nvml = StubNvml(
         pids=(os.getpid(), 1),
         nvmlInit=lambda: num_open.append("GPU"),
@@ -37,7 +35,7 @@ def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatc
         nvmlDeviceGetClockInfo=1980,
         nvmlDeviceGetPowerUsage=chain([650_000, 700_500], repeat(690_000)).__next__,
         nvmlDeviceGetTemperature=chain([60, 71], repeat(70)).__next__,
-        nvmlDeviceGetCurrentClocksThrottleReasons=reasons_and_last,
+        nvmlDeviceGetCurrentClocksThrottleReasons=reasons().__next__,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(monitor_module, "_nvml_handle", lambda nvml: True)

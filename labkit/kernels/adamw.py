@@ -244,8 +244,9 @@ class FusedAdamW(torch.optim.AdamW):
 
     Each parameter's state holds exp_avg, exp_avg_sq and master, fp32 and shaped as it, and step,
     one fp32 number that counts its updates. All are views of tensors that hold the state of many
-    parameters: write into them, but do not replace them. Without a GPU PyTorch's own AdamW runs on
-    them.
+    parameters: write into them, but do not replace them. A step lays them out anew where somebody
+    has written other parameters into `param_groups`; a CUDA graph does not follow. Without a GPU
+    PyTorch's own AdamW runs on them.
 
     Raises:
         ValueError: a parameter that is not dense or of another dtype; a value out of its range;
@@ -264,6 +265,11 @@ class FusedAdamW(torch.optim.AdamW):
         group = self.param_groups.pop()
         self._lay_out(group)
         self.param_groups.append(group)
+        self.laid_out = self._identities()
+
+    def _identities(self) -> list[list[int]]:
+        """Returns which groups there are, and which parameters they hold."""
+        return [[id(group), *map(id, group["params"])] for group in self.param_groups]
 
     @torch.no_grad()
     def _lay_out(self, group: dict) -> None:
@@ -312,6 +318,7 @@ class FusedAdamW(torch.optim.AdamW):
         self.buckets = []
         for group in self.param_groups:
             self._lay_out(group)
+        self.laid_out = self._identities()
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -319,6 +326,9 @@ class FusedAdamW(torch.optim.AdamW):
         one.
         """
         loss = torch.enable_grad()(closure)() if closure else None
+        # As who adds or prunes parameters during training writes into `param_groups`.
+        if self._identities() != self.laid_out:
+            self.__setstate__({})
         for bucket in self.buckets:
             _check_form(bucket.group)
             if runs_kernel(bucket.steps):
