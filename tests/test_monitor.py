@@ -42,7 +42,7 @@ def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatc
     monitor = Monitor("cuda", interval_s=0.001, wants_energy=lambda time_s: time_s > 0)
     num_threads = threading.active_count()
     with pytest.raises(KeyError), monitor:
-        assert all_read.wait(timeout=20.0) and len(num_open) == 1
+        assert all_read.wait(20.0) and len(num_open) == 1
         raise KeyError
     assert not num_open, "NVML stays open"
     assert threading.active_count() == num_threads, "the thread goes on"

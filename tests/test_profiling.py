@@ -29,6 +29,7 @@ from labkit.measure.profiling import (
     statistics_by,
 )
 from labkit.records import RecordStore
+from labkit.report.nsys_analysis import recorded
 
 FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
 """Nsight Systems 2025.3.1 on an H200, cut down to what a reader needs: three matmuls, then range
@@ -111,9 +112,9 @@ def test_kernels_and_operators_of_committed_records_keep_their_class():
         for record in RecordStore(path).load():
             if "tables" in record.observed:
                 kind = "operator" if "cpu" in record.observed["profiler"] else "kernel"
-                kernels = record.observed["tables"]["kernels"]
-                names = zip(kernels["short_name"], kernels["kernel_class"], strict=True)
-                known |= {(name.partition("#")[0], kind): value for name, value in names}
+                kernels = recorded({"observed": record.observed}, "kernels")
+                for name, kernel_class in kernels[["short_name", "kernel_class"]].to_numpy():
+                    known[name.partition("#")[0], kind] = kernel_class
     assert len(known) > 150
     assert known == {
         (name, kind): KERNEL_CLASSES.get(name) or classify(name, kind) for name, kind in known

@@ -187,8 +187,16 @@ def _step_tables(marked: pd.DataFrame, plain: pd.DataFrame) -> tuple[dict, dict]
         "classes": profiling.statistics_by(kernels, ["phase", "kernel_class"]),
         "ranges": profiling.statistics_by(by_range, ["path", "kernel_class"]),
     }
-    # Hundredths of a microsecond are enough.
-    return metrics, {name: table.round(2).to_dict("list") for name, table in tables.items()}
+    return metrics, {name: _columns(table) for name, table in tables.items()}
+
+
+def _columns(table: pd.DataFrame) -> dict:
+    """Returns a table's columns, a text of one by its place among the `names` of it."""
+    columns = table.round(2).to_dict("list")  # hundredths of a microsecond are enough
+    for name in table.select_dtypes("str"):
+        places, names = pd.factorize(table[name])
+        columns[name] = {"names": names.tolist(), "places": places.tolist()}
+    return columns
 
 
 def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
@@ -202,20 +210,18 @@ def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
     }
 
 
-def _timeline(rows: pd.DataFrame) -> dict[str, list]:
-    """Returns every launch of a step: start and duration (µs), numbers of class, phase and block
+def _timeline(rows: pd.DataFrame) -> dict:
+    """Returns every launch of a step: start and duration (µs), class, phase and number of its block
     (−1: none).
     """
     block = rows["path"].map("/".join).str.extract(r"block (\d+)", expand=False)
-    columns = {
-        "start_us": (rows["start_ns"] - rows["start_ns"].min()) / 1e3,
-        "duration_us": (rows["end_ns"] - rows["start_ns"]) / 1e3,
-        "kernel_class": pd.Index(profiling.CLASSES).get_indexer(rows["kernel_class"]),
-        "phase": pd.Index(STEP_PHASES).get_indexer(rows["phase"]),
-        "block": block.fillna(-1).astype(int),
-    }
-    return {
-        "class_names": list(profiling.CLASSES),
-        "phase_names": list(STEP_PHASES),
-        **pd.DataFrame(columns).round(2).to_dict("list"),
-    }
+    timeline = pd.DataFrame(
+        {
+            "start_us": (rows["start_ns"] - rows["start_ns"].min()) / 1e3,
+            "duration_us": (rows["end_ns"] - rows["start_ns"]) / 1e3,
+            "kernel_class": rows["kernel_class"],
+            "phase": rows["phase"],
+            "block": block.fillna(-1).astype(int),
+        }
+    )
+    return _columns(timeline)

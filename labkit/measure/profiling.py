@@ -7,7 +7,7 @@ it, one row per launch, the same whatever the capture was made with:
 | column | holds |
 |---|---|
 | name, short_name, kind | as captured; readable; kernel, memcpy, memset, or operator on a CPU |
-| kernel_class | one of CLASSES, from the name, or as the caller of `launches` knows it |
+| kernel_class | what `classify` makes of the name, or as the caller of `launches` knows it |
 | start_ns, end_ns, duration_ns | on the device; an operator's without the operators it calls |
 | path, range, phase | ranges open at its launch, outermost first; the innermost; that in `phases` |
 
@@ -49,20 +49,6 @@ from labkit.records import write_bytes_atomic
 
 OUTSIDE = "outside"
 """Range and phase of what was launched in none."""
-
-CLASSES = (
-    "matmul",
-    "attention",
-    "softmax",
-    "normalisation",
-    "elementwise",
-    "reduction",
-    "copy",
-    "optimizer",
-    "communication",
-    "other",
-)
-"""Classes of kernels; "other" is what no pattern matches."""
 
 
 class ProfileError(RuntimeError):
@@ -128,7 +114,8 @@ _OPERATOR_PATTERNS = (
 
 
 def classify(name: str, kind: str = "kernel") -> str:
-    """Returns the class, one of CLASSES, of a kernel or of a CPU operator ("aten::mm") by its name.
+    """Returns the class of a kernel or of a CPU operator ("aten::mm"): that of the first pattern
+    that matches its name, else "other".
 
     Operators that only make a view or allocate are "other", like autograd's own bookkeeping.
     """

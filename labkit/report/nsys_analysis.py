@@ -20,13 +20,23 @@ CORE = "inference/block/attention/core"
 """The range of attention between its projections."""
 
 
+def recorded(row: dict, name: str) -> pd.DataFrame:
+    """Returns a table of a captured step."""
+    columns = {}
+    for column, values in row["observed"]["tables"][name].items():
+        if isinstance(values, dict):
+            values = [values["names"][place] for place in values["places"]]
+        columns[column] = values
+    return pd.DataFrame(columns)
+
+
 def tables(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     """Returns a table of all captured steps, each row with its case; `part` is the pass within the
     step.
     """
     parts = [pd.DataFrame(columns=[*KEPT, *NAMES.values(), "path", "total_us", "launches"])]
     for row in ok_rows(frame).to_dict("records"):
-        table = pd.DataFrame(row["observed"]["tables"][name]).rename(columns=NAMES)
+        table = recorded(row, name).rename(columns=NAMES)
         parts.append(table.assign(**{key: row.get(key, "") for key in KEPT}))
     return pd.concat(parts[1:] or parts)
 
@@ -96,18 +106,14 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     row = only(frame, **case)
     if row is None:
         return None
-    table = row["observed"]["tables"]["timeline"]
-    columns = ["kernel_class", "phase", "block", "start_us", "duration_us"]
-    launches = pd.DataFrame(table, columns=columns)
+    launches = recorded(row, "timeline")
     launches["end_us"] = launches["start_us"] + launches["duration_us"]
-    launches["phase"] = launches["phase"].map(dict(enumerate(table["phase_names"])))
     blocks = launches[launches["block"] >= 0]
     middle = blocks["block"].max() // 2
     closer = select(blocks, phase="forward", block=middle)
     figure, axes = figures.panels((launches, closer), height=1.4, num_columns=1)
     for axis, shown in axes:
-        for place, rows in shown.groupby("kernel_class"):
-            name = table["class_names"][place]
+        for name, rows in shown.groupby("kernel_class"):
             spans = rows[["start_us", "duration_us"]].to_numpy() / 1e3
             axis.broken_barh(
                 spans,
