@@ -158,7 +158,11 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
         }
         if words in TIMELINES:
             tables["timeline"] = _timeline(rows_of[marked_name])
-        observed = {"tables": tables, "profiler": trace.source, "profiler_version": trace.version}
+        observed = {
+            "tables": {name: _columns(table) for name, table in tables.items()},
+            "profiler": trace.source,
+            "profiler_version": trace.version,
+        }
         timer = {"method": trace.source, "num_warmup": NUM_WARMUP}
         results[words] = Measured(metrics, parameters_of(*words[:-1]), observed, timer=timer)
     return results
@@ -187,7 +191,7 @@ def _step_tables(marked: pd.DataFrame, plain: pd.DataFrame) -> tuple[dict, dict]
         "classes": profiling.statistics_by(kernels, ["phase", "kernel_class"]),
         "ranges": profiling.statistics_by(by_range, ["path", "kernel_class"]),
     }
-    return metrics, {name: _columns(table) for name, table in tables.items()}
+    return metrics, tables
 
 
 def _columns(table: pd.DataFrame) -> dict:
@@ -210,12 +214,12 @@ def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
     }
 
 
-def _timeline(rows: pd.DataFrame) -> dict:
+def _timeline(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns every launch of a step: start and duration (µs), class, phase and number of its block
     (−1: none).
     """
     block = rows["path"].map("/".join).str.extract(r"block (\d+)", expand=False)
-    timeline = pd.DataFrame(
+    return pd.DataFrame(
         {
             "start_us": (rows["start_ns"] - rows["start_ns"].min()) / 1e3,
             "duration_us": (rows["end_ns"] - rows["start_ns"]) / 1e3,
@@ -224,4 +228,3 @@ def _timeline(rows: pd.DataFrame) -> dict:
             "block": block.fillna(-1).astype(int),
         }
     )
-    return _columns(timeline)

@@ -313,7 +313,9 @@ class FusedAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": state})
 
     def __setstate__(self, state: dict) -> None:
-        """Lays the state out anew, in a copy, out of a pickle, or where one is loaded."""
+        """Lays the state out anew: in a copy, out of a pickle, where one is loaded or groups have
+        changed.
+        """
         super().__setstate__(state)
         self.buckets = []
         for group in self.param_groups:

@@ -229,8 +229,7 @@ def ladder(chapters: Chapters) -> Figure | None:
     axis.set_xticks(range(len(LADDER)), names)
     figures.log_time_axis(axis, "device time of a step (ms)")
     axis.margins(x=0.06, y=0.15)
-    figures.finish(figure)
-    return figure
+    return figures.finish(figure)
 
 
 def _ladder_part(chapters: Chapters) -> list[str]:

@@ -213,8 +213,7 @@ def over_length(
         log_time_axis(axis, label)
         axis.yaxis.set_major_locator(LogLocator())
         axis.label_outer()
-    finish(figure, num_columns=3)
-    return figure
+    return finish(figure, num_columns=3)
 
 
 def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str = "") -> Figure:
@@ -250,18 +249,18 @@ def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str
         axis.invert_yaxis()
         axis.grid(visible=False, axis="y")
         axis.label_outer()
-    finish(figure)
-    return figure
+    return finish(figure)
 
 
-def finish(figure: Figure, num_columns: int = 4) -> None:
-    """Gives a figure one legend for all panels, below them."""
+def finish(figure: Figure, num_columns: int = 4) -> Figure:
+    """Returns a figure with one legend for all panels, below them."""
     handles = {}
     for axis in figure.axes:
         artists, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, artists, strict=True))
     if handles:
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=num_columns)
+    return figure
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:

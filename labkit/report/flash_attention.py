@@ -103,8 +103,7 @@ def rates(rivals: pd.DataFrame) -> Figure | None:
         axis.set(xlabel=labels[value], title=direction)
         axis.set_xlim(left=0)
         axis.invert_yaxis()
-    figures.finish(figure)
-    return figure
+    return figures.finish(figure)
 
 
 def flash_benchmarking(speed: pd.DataFrame) -> pd.DataFrame:

@@ -110,8 +110,7 @@ def parts_figure(
     axis.bar_label(axis.containers[-1], rows.sum(axis=1, min_count=1).map(number), padding=3)
     axis.margins(y=0.12)
     axis.grid(visible=False, axis="x")
-    figures.finish(figure)
-    return figure
+    return figures.finish(figure)
 
 
 def recording(timelines: pd.DataFrame) -> pd.DataFrame:
@@ -150,8 +149,7 @@ def timeline_figure(timelines: pd.DataFrame) -> Figure | None:
         ylabel="in use (GiB)",
     )
     axis.grid(visible=False)
-    figures.finish(figure)
-    return figure
+    return figures.finish(figure)
 
 
 def residuals(blocks: pd.DataFrame) -> pd.DataFrame:

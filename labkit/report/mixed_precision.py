@@ -38,8 +38,7 @@ def sums_figure(accumulation: pd.DataFrame) -> Figure:
         axis.plot(terms, error, label=label, markevery=0.12, **look)
     figures.log_scale(axis, "xy")
     axis.set(xlabel="terms added", ylabel="largest error so far")
-    figures.finish(figure, num_columns=3)
-    return figure
+    return figures.finish(figure, num_columns=3)
 
 
 def _look(dtype: str, statistics: str) -> dict:
@@ -110,8 +109,7 @@ def norms_figure(records: pd.DataFrame) -> Figure:
         axis.set_title(f"{NORMS[norm]}, mean {mean:g} std, ε {power(epsilon)}")
         axis.set(xlabel="std of the input", ylabel="relative error")
         axis.margins(y=0.15)  # room for the marks of failures
-    figures.finish(figure, num_columns=2)
-    return figure
+    return figures.finish(figure, num_columns=2)
 
 
 def overflow(records: pd.DataFrame) -> pd.DataFrame:
@@ -143,5 +141,4 @@ def training_figure(training: pd.DataFrame) -> Figure:
             )
     figures.log_scale(axis, "y")
     axis.set(xlabel="step", ylabel="loss (nats)")
-    figures.finish(figure, num_columns=3)
-    return figure
+    return figures.finish(figure, num_columns=3)

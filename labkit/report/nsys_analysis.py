@@ -101,10 +101,11 @@ def kernels_table(frame: pd.DataFrame, **case) -> pd.DataFrame:
 
 def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     """Draws a training step launch by launch, kernels above phases and blocks, and one block
-    closer.
+    closer; None without one that this version recorded.
     """
     row = only(frame, **case)
-    if row is None:
+    # Up to 0.3.0 phases and classes of a timeline were numbers.
+    if row is None or "class_names" in row["observed"]["tables"]["timeline"]:
         return None
     launches = recorded(row, "timeline")
     launches["end_us"] = launches["start_us"] + launches["duration_us"]
@@ -136,5 +137,4 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     above.set_yticks([0, 1, 2], ["kernels", "phase", "block"])
     above.invert_yaxis()
     below.set_yticks([0], [f"block {middle}"])
-    figures.finish(figure)
-    return figure
+    return figures.finish(figure)
