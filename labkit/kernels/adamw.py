@@ -328,7 +328,7 @@ class FusedAdamW(torch.optim.AdamW):
         one.
         """
         loss = torch.enable_grad()(closure)() if closure else None
-        # As who adds or prunes parameters during training writes into `param_groups`.
+        # Whoever adds or prunes parameters during training writes into `param_groups`.
         if self._identities() != self.laid_out:
             self.__setstate__({})
         for bucket in self.buckets:
