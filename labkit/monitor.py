@@ -287,7 +287,8 @@ class Monitor:
             if not self.readings:
                 self._read()
             self.summary |= self._gpu_summary()
-            if others := foreign_processes(self._nvml, self._handle):
+            others = foreign_processes(self._nvml, self._handle)
+            if others:
                 self.summary["foreign_processes"] = others
                 causes.append(f"other processes on the GPU: {others}")
         self._resources.close()

@@ -20,10 +20,10 @@ CORE = "inference/block/attention/core"
 """The range of attention between its projections."""
 
 
-def recorded(row: dict, name: str) -> pd.DataFrame:
-    """Returns a table of a captured step."""
+def recorded(table: dict) -> pd.DataFrame:
+    """Returns a table as the experiment had it, from its recorded columns."""
     columns = {}
-    for column, values in row["observed"]["tables"][name].items():
+    for column, values in table.items():
         if isinstance(values, dict):
             values = [values["names"][place] for place in values["places"]]
         columns[column] = values
@@ -36,7 +36,7 @@ def tables(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     """
     parts = [pd.DataFrame(columns=[*KEPT, *NAMES.values(), "path", "total_us", "launches"])]
     for row in ok_rows(frame).to_dict("records"):
-        table = recorded(row, name).rename(columns=NAMES)
+        table = recorded(row["observed"]["tables"][name]).rename(columns=NAMES)
         parts.append(table.assign(**{key: row.get(key, "") for key in KEPT}))
     return pd.concat(parts[1:] or parts)
 
@@ -104,10 +104,12 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     closer; None without one that this version recorded.
     """
     row = only(frame, **case)
-    # Up to 0.3.0 phases and classes of a timeline were numbers.
-    if row is None or "class_names" in row["observed"]["tables"]["timeline"]:
+    if row is None:
         return None
-    launches = recorded(row, "timeline")
+    table = row["observed"]["tables"]["timeline"]
+    if "class_names" in table:  # of 0.3.0, where phases and classes were numbers
+        return None
+    launches = recorded(table)
     launches["end_us"] = launches["start_us"] + launches["duration_us"]
     blocks = launches[launches["block"] >= 0]
     middle = blocks["block"].max() // 2
