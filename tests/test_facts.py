@@ -179,11 +179,11 @@ def test_a_session_of_another_commit_enters_no_number_range_or_count(tmp_path):
     assert {one.session for one in chapter.every_record()} == {"first", "last"}
 
 
-def test_what_grows_fits_spreads_or_agrees_and_what_cannot_be_said():
+def test_what_grows_or_spreads_and_what_cannot_be_said():
     lengths = pd.DataFrame([row(), row(context=2048, median_ms=160.0)])
     grown = facts.growth(lengths, "context", "median_ms", 512, 2048)
     assert grown["value"].value == pytest.approx(2)
     assert facts.share_of(lengths, "median_ms > 50", "slow steps").small
     errors = pd.DataFrame({"error": [-0.02], "case": ["small"]})
-    assert facts.spread(errors)["most"] == "2 % in 95 % of 1 steps"
+    assert facts.spread(errors)["most"] == "2 % in 95 % of 1 cases"
     assert facts.spread(errors[:0]).missing

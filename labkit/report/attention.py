@@ -19,7 +19,6 @@ IMPLS = {
 """Implementations as the chapter calls them."""
 
 CASE = ["impl", "precision", "d_head", "length", "phase"]
-SHAPE = ["batch", "length", "d_head", "precision"]
 LONG = {"d_head": 64, "length": 16384}
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}
 
@@ -56,19 +55,21 @@ def times_table(calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def counted(calls: pd.DataFrame) -> pd.DataFrame:
-    """Returns what each forward pass keeps for backward, `saved_bytes`, with its closed form,
-    `predicted_bytes`.
+    """Returns what each forward pass keeps for backward, `saved_bytes`, with the `error` of its
+    closed form, relative, and its `case` in words.
     """
-    rows = usable(calls, "impl", "saved_bytes", *SHAPE)
-    forms = []
+    rows = usable(calls, "saved_bytes", "batch", *CASE)
+    errors = []
     for row in rows.to_dict("records"):
         kind = "math" if row["impl"] == "sdpa_math" else "eager"
         if row["impl"] in FUSED or row.get("num_replacements", 0) > 0:
             kind = "fused"
         shape = row["batch"], row["length"], row["d_head"]
         size = ELEMENT_BYTES[row["precision"]]
-        forms.append(accounting.attention_saved_bytes(kind, *shape, size))
-    return rows.assign(predicted_bytes=forms)
+        form = accounting.attention_saved_bytes(kind, *shape, size)
+        errors.append(form / row["saved_bytes"] - 1)
+    cases = [facts.case_name(row) for row in rows[CASE].to_dict("records")]
+    return rows.assign(error=errors, case=cases)
 
 
 def published_times(calls: pd.DataFrame) -> pd.DataFrame:

@@ -21,7 +21,7 @@ import pandas as pd
 from labkit import accounting
 from labkit.configs import SIZES, check_known
 from labkit.report import verdicts
-from labkit.report.frame import Row, mark, ok_rows, only, select, size_name, usable
+from labkit.report.frame import Row, mark, ok_rows, only, select, size_name
 from labkit.report.text import gib, number, percent, scientific, span, times
 
 LEAST_MS = 1.0
@@ -322,43 +322,17 @@ def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
     return Fact(case_name(case), {"value": Quantity(rows[x].max(), "count")})
 
 
-def agreement(
-    rows: pd.DataFrame, value: str, predicted: str, within: float, case: list[str]
-) -> Fact:
-    """Returns how many predictions lie within a share of the measurement, and the worst.
-
-    Args:
-        case: the columns that name the worst.
-
-    Returns:
-        numbers: value ("40 of 46"), within, worst (signed; above 0 the prediction is too high),
-            case.
-    """
-    rows = usable(rows, value, predicted)
-    if rows.empty:
-        return Fact("", missing="what was predicted")
-    deviation = rows[predicted] / rows[value] - 1
-    worst = deviation.abs().idxmax()
-    numbers = {
-        "value": f"{(deviation.abs() <= within).sum()} of {len(rows)}",
-        "within": Quantity(within, "%"),
-        "worst": Quantity(deviation[worst], "%"),
-        "case": case_name(rows.loc[worst, case]),
-    }
-    return Fact("", numbers)
-
-
 def spread(errors: pd.DataFrame) -> Fact:
     """Returns how far predictions err, of the columns error and case: median, most (of 95 % of
     them, a text that says of how many), worst (a text).
     """
     if errors.empty:
-        return Fact("", missing="enough steps to plan others by")
+        return Fact("", missing="what was predicted")
     size = errors["error"].abs()
     worst = errors.loc[size.idxmax()]
     numbers = {
         "median": Quantity(size.median(), "%"),
-        "most": f"{percent(size.quantile(0.95))} in 95 % of {len(size)} steps",
+        "most": f"{percent(size.quantile(0.95))} in 95 % of {len(size)} cases",
         "worst": f"{percent(worst['error'])} ({worst['case']})",
     }
     return Fact("", numbers)
