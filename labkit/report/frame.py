@@ -122,16 +122,6 @@ def usable(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return rows.reindex(columns=list(dict.fromkeys([*rows, *columns]))).dropna(subset=list(columns))
 
 
-def unfolded(frame: pd.DataFrame, keys: list[str], samples: list[str]) -> pd.DataFrame:
-    """Returns the samples of these names, one row per element, beside the columns `keys` of the
-    rows that have them.
-    """
-    rows = ok_rows(frame)
-    lists = pd.DataFrame(rows["samples"].tolist(), rows.index).reindex(columns=samples).dropna()
-    joined = rows[keys].join(lists, how="inner")
-    return joined.explode(samples, ignore_index=True).infer_objects()
-
-
 def mark(row: Row, value: str = "median_ms") -> str:
     """Returns the mark that a row's value carries wherever it is printed, "" for none."""
     if row.get("disturbed") == 1:
