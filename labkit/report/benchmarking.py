@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from labkit import published
 from labkit.configs import WARMUP_MEASURED_STEPS
 from labkit.report import facts, figures, sessions, verdicts
-from labkit.report.frame import cell, in_order, mark, ok_rows, select
+from labkit.report.frame import cell, in_order, ok_rows, only, select
 from labkit.report.text import percent
 
 CASE = ["size", "context", "precision"]
@@ -87,38 +87,22 @@ def warmup(records: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([row | {"first": np.median(first)}] if first else [])
 
 
-def call_range(*frames: pd.DataFrame, **case) -> pd.DataFrame:
-    """Returns one row, the least and the most call time of one step over the sessions and sections
-    that timed it: least_ms, most_ms.
+def call_range(profiles: pd.DataFrame, *frames: pd.DataFrame, **case) -> pd.DataFrame:
+    """Returns one row, the least and the most call time of one step, nothing compiled, over the
+    sessions and sections that timed it, and the share of each in which the device waits: least_ms,
+    most_ms, least_idle_fraction, most_idle_fraction.
     """
-    rows = ok_rows(pd.concat(frames), phase="train_step", **case).to_dict("records")
+    steps = ok_rows(pd.concat(frames), phase="train_step", compile="none", **case)
+    rows = steps.to_dict("records")
     times = [time for row in rows for time in verdicts.by_session(row, "median_ms").values()]
     if not times:
         return pd.DataFrame()
-    line = {
-        "status": "ok",
-        "disturbed": any(row["disturbed"] for row in rows),
-        **case,
-        "least_ms": min(times),
-        "most_ms": max(times),
-    }
+    kernels = only(profiles, phase="train_step", **case) or {}
+    line = {"status": "ok", "disturbed": any(row["disturbed"] for row in rows), **case}
+    for end, time in (("least", min(times)), ("most", max(times))):
+        line[f"{end}_ms"] = time
+        line[f"{end}_idle_fraction"] = _idle_share(kernels.get("step_kernel_ms", np.nan), time)
     return pd.DataFrame([line])
-
-
-def idle_range(calls: pd.DataFrame, profiles: pd.DataFrame, **case) -> facts.Fact:
-    """Returns the share of an eager step in which the device waits, {value}, from the least of its
-    call times to the most: "58 % to 73 %".
-
-    Args:
-        calls: of `call_range`.
-    """
-    kernels = facts.measured(profiles, "step_kernel_ms", phase="train_step", **case)
-    if calls.empty or kernels.missing:
-        return facts.Fact("", missing=kernels.missing or facts.case_name(case))
-    row = calls.iloc[0]
-    ends = _idle_share(kernels["value"].value, row[["least_ms", "most_ms"]].astype(float))
-    shares = dict.fromkeys(ends.map(percent))
-    return facts.Fact("", {"value": mark(row) + " to ".join(shares)}, marked=bool(mark(row)))
 
 
 def repeats(differences: pd.DataFrame) -> Figure:
