@@ -25,9 +25,6 @@ TOGETHER = [
 ]
 """What ways have in common that were timed in turn in the same processes."""
 
-LESS = "alone, less the AdamW of others"
-"""A row that no way has: see `added`."""
-
 SHARDED_BYTES = {"sharded optimizer": 8, "zero redundancy": 8, "fsdp": 16, "fully_shard": 16}
 """Of 16 bytes a parameter those that a way shards: AdamW's moments, or everything. Transports are
 left out of its name.
@@ -146,39 +143,30 @@ def added(
     profiles: pd.DataFrame,
     collectives: pd.DataFrame,
 ) -> pd.DataFrame:
-    """Returns the profiled steps beside the ranks alone of their session: what is added, and where
-    that goes.
+    """Returns the profiled steps beside the ranks alone of their session: what is added.
 
     shows_fraction: of communication, beside no other kernel; contention_ms: how much longer the
     others take, with copies into buckets; rate_tflops: of forward and backward, without AdamW,
-    whose kernel time is chapter 02's or, without it, what a way that shards it saved;
-    least_tokens: by closed form, of a rank, from which NCCL's all-reduces of 100 MB hide. The row
-    LESS is a rank alone less the AdamW that other ranks do for it.
+    whose kernel time is chapter 02's; least_tokens: by closed form, of a rank, from which NCCL's
+    all-reduces of 100 MB hide.
     """
     rows = beside_alone(rows, ["compute_us"], "exposed_us", "communication_us")
-    others = 1 - 1 / rows["world_size"]
     updates = usable(profiles, "size", "optimizer_kernel_ms").groupby("size")
-    saved_us = rows.reindex(columns=["saved_us"])["saved_us"]
-    saved = (saved_us / 1e3 / others).where(saved_us > 0).groupby(rows["size"])
     adamw = rows["size"].map(updates["optimizer_kernel_ms"].median())
-    adamw = adamw.fillna(saved.transform("median"))
     flops = [
         accounting.phase_flops(model_config(size), *shape, "forward_backward", causal=True)
         for size, *shape in rows[["size", "batch", "context"]].to_numpy()
     ]
     links = select(collectives, transport="nccl", phase="all_reduce float32 100000000")
     rows = rows.assign(
-        added_ms=rows["median_ms"] - rows["median_ms_alone"],
-        added_fraction=1 - rows["median_ms_alone"] / rows["median_ms"],
         shows_fraction=rows["exposed_us"] / rows["communication_us"],
         contention_ms=(rows["compute_us"] - rows["compute_us_alone"]) / 1e3,
         rate_tflops=flops / (rows["median_ms_alone"] - adamw) / 1e9,
         tokens=rows["batch"] * rows["context"],
     )
-    rows["least_tokens"] = 2e3 * others * rows["rate_tflops"] / links["bus_gbs"].max()
-    less = select(rows, phase="alone").assign(phase=LESS, sessions=None)
-    less["median_ms"] -= others * adamw
-    return pd.concat([rows, less])
+    others = 1 - 1 / rows["world_size"]
+    least_tokens = 2e3 * others * rows["rate_tflops"] / links["bus_gbs"].max()
+    return rows.assign(least_tokens=least_tokens)
 
 
 def resident(steps: pd.DataFrame) -> pd.DataFrame:
