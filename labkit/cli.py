@@ -435,8 +435,7 @@ def _compare_sessions(measured: "Chapters", check: bool) -> None:
         print("No commit has a row of two sessions.")
     else:
         print(report.sentence(differences))
-    tables = [report.table_worst(differences), report.table_sessions(chapters)]
-    print("\n\n".join(to_markdown(table) for table in tables if len(table)))
+        print(to_markdown(report.table_worst(differences)))
     if check and report.failed(differences):
         sys.exit(1)
 

@@ -132,26 +132,3 @@ def table_worst(differences: pd.DataFrame) -> pd.DataFrame:
         lowest=worst["lowest_ms"].map(number) + " ms",
         highest=worst["highest_ms"].map(number) + " ms",
     )
-
-
-def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
-    """Returns the sessions of each chapter: of which commit, how many records, on which host."""
-    rows = []
-    for chapter, records in chapters.items():
-        for session in dict.fromkeys(record.session for record in records):
-            same = [record for record in records if record.session == session]
-            probes = [
-                f"{one.phase.replace('_', ' ')} {number(1e3 * one.metrics['median_ms'])} µs"
-                for one in same
-                if one.section == HOST_SECTION and one.metrics
-            ]
-            rows.append(
-                {
-                    "chapter": chapter,
-                    "session": session,
-                    "commit": same[0].source.get("commit", "")[:8],
-                    "records": len(same),
-                    "host": ", ".join(probes) or "not measured",
-                }
-            )
-    return pd.DataFrame(rows)
