@@ -243,9 +243,8 @@ def peak_moments(
     up.
 
     Args:
-        phase: "inference" (forward without gradient, to the logits), "forward" (with gradient, to
-            the loss) or "train_step" (forward, backward and a fused AdamW step, the optimizer's
-            state made before, the gradients during it).
+        phase: "forward" (with gradient, to the loss) or "train_step" (forward, backward and a
+            fused AdamW step, the optimizer's state made before, the gradients during it).
         plan: of the blocks that a training step recomputes, as `checkpoint_plan` gives it; the
             others as in `block_activation_bytes`.
 
@@ -255,11 +254,7 @@ def peak_moments(
     backward formulas, and its softmax's backward on CUDA, which writes one matrix more (see
     `attention_reserved_bytes`).
     """
-    makers = {
-        "inference": _inference_moments,
-        "forward": _forward_moments,
-        "train_step": _train_step_moments,
-    }
+    makers = {"forward": _forward_moments, "train_step": _train_step_moments}
     check_known("phase", phase, makers)
     run = _Pass(config, batch, context, **known)
     resident = run.resident_bytes
@@ -297,22 +292,6 @@ def _attention_without_gradient(run: _Pass) -> int:
     """Besides: x, the norm's output, q, k, v before and after rotation."""
     held = run.stream * (2 * 4 + 5 * run.element)
     return _attention_moment(run, held, num_streams=2, num_masks=1)
-
-
-def _inference_moments(run: _Pass) -> dict[str, int]:
-    d = run.config.d_model
-    f = run.config.d_ff
-    stream = run.stream
-    # Autocast keeps a copy of every matrix that it has cast until it is left, so the last block has
-    # most of them.
-    later = 2 * d * (3 * f + d) if run.is_bf16 else 0
-    feed_forward = 3 * 4 * stream + 3 * run.element * f * run.tokens
-    logits = run.head_copies + 2 * 4 * stream + run.element * run.logits
-    return {
-        "attention, last block": run.cast_bytes - later + _attention_without_gradient(run),
-        "feed-forward, last block": run.cast_bytes - min(later, 2 * d * f) + feed_forward,
-        "logits": run.cast_bytes + logits,
-    }
 
 
 def _forward_moments(run: _Pass) -> dict[str, int]:
