@@ -251,8 +251,9 @@ def peak_moments(
     Raises ValueError for another phase, precision, attention or kind of device.
 
     Source: the model's code, read line by line for what each local name still holds; PyTorch's
-    backward formulas, and its softmax's backward on CUDA, which writes one matrix more (see
-    `attention_reserved_bytes`).
+    backward formulas, and its softmax's backward on CUDA, which writes one matrix more, gradient
+    times probabilities, before it calls its kernel (aten/src/ATen/native/cuda/SoftMax.cu,
+    `softmax_backward_cuda_out`).
     """
     makers = {"forward": _forward_moments, "train_step": _train_step_moments}
     check_known("phase", phase, makers)
@@ -461,38 +462,6 @@ def attention_saved_bytes(
     return (4 if kind == "math" else element_bytes) * (3 * row + scores)
 
 
-def attention_reserved_bytes(
-    phase: str, batch: int, length: int, d_head: int, element_bytes: int, *, device_kind: str
-) -> int:
-    """Returns the most device memory that a pass of eager attention makes the allocator hold,
-    inputs and output included.
-
-    Forward: scaled scores and probabilities, while the output is made. Backward: probabilities,
-    their gradient and the scores' gradient, beside the gradient of v. On CUDA also gradient times
-    probabilities, which the softmax's backward writes before it calls its kernel, and one matrix
-    more where the caching allocator cuts the gradient of v from the freed block of the scaled
-    scores, which then holds no other matrix and cannot be returned.
-
-    Args:
-        phase: "forward" or "backward"; batch to element_bytes as in `attention_saved_bytes`.
-        device_kind: one of DEVICE_KINDS.
-
-    Raises ValueError for another phase or kind of device.
-
-    Source: PyTorch, aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`, and
-    c10/cuda/CUDACachingAllocator.cpp; allocations up to 1 MiB come from blocks of their own.
-    """
-    check_known("kind of device", device_kind, DEVICE_KINDS)
-    check_known("phase", phase, ("forward", "backward"))
-    row = element_bytes * batch * length * d_head
-    scores = element_bytes * batch * length * length
-    if phase == "forward":
-        return 4 * row + 2 * scores
-    if device_kind != "cuda":
-        return 5 * row + 3 * scores
-    return 5 * row + 4 * scores + (scores - row if 2**20 < row < scores else 0)
-
-
 def attention_score_passes(phase: str, *, device_kind: str) -> int:
     """Returns how often a pass of eager attention reads or writes all score matrices.
 
@@ -503,7 +472,10 @@ def attention_score_passes(phase: str, *, device_kind: str) -> int:
     the softmax's backward first multiplies gradient and probabilities: two more are read and one
     written.
 
-    Args and Raises as in `attention_reserved_bytes`.
+    Args:
+        phase: "forward" or "backward"; device_kind: one of DEVICE_KINDS.
+
+    Raises ValueError for another phase or kind of device.
     """
     check_known("kind of device", device_kind, DEVICE_KINDS)
     check_known("phase", phase, ("forward", "backward"))
