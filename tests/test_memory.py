@@ -120,7 +120,7 @@ def test_a_snapshot_that_pytorch_dumps_is_read(tmp_path):
 
 def test_residuals_know_their_operator_and_their_module():
     model, x = Small(), torch.randn(16, 32, requires_grad=True)
-    kept, out = residuals(lambda: model(x), model, list(model.parameters()), is_compiled=False)
+    kept, out = residuals(lambda: model(x), list(model.parameters()), is_compiled=False)
     assert [(r.operator, r.module, r.is_resident) for r in kept] == [
         ("linear", "first", True),
         ("linear", "first", False),

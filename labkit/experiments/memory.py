@@ -196,7 +196,7 @@ def _measure_part(device: Device, case: Case, phase: str) -> Measured:
             module.compile(backend=COMPILERS[kind], dynamic=False)
         forward()
     kept_anyway = [*modules.parameters(), *rotary.buffers()]
-    kept, _ = residuals(forward, modules, kept_anyway, is_compiled=is_compiled)
+    kept, _ = residuals(forward, kept_anyway, is_compiled=is_compiled)
     metrics = {
         "saved_bytes": saved_bytes(kept),
         "stream_bytes": x_BTC.nbytes,
@@ -210,7 +210,6 @@ def _grouped(kept: list[Residual]) -> list[dict]:
     """Returns the residuals that count in `saved_bytes`, like ones together."""
     table = pd.DataFrame([vars(residual) for residual in kept])
     table = table[table["is_new"] & ~table["is_resident"]]
-    table["module"] = table["module"].str.replace(r"^0\.?", "", regex=True)
     table["shape"] = table["shape"].map(lambda shape: " × ".join(map(str, shape)))
     like = table.groupby(["operator", "module", "shape", "dtype"], sort=False)["num_bytes"]
     groups = like.agg(count="size", saved_bytes="sum")

@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.profiler import profile, record_function
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.module_tracker import ModuleTracker
 
 BEFORE = -1
 """Position of what was allocated before the recording began."""
@@ -353,31 +354,14 @@ def _flat(events: Sequence) -> Iterator:
         yield from _flat(event.children)
 
 
-@contextlib.contextmanager
-def _module_path(model: nn.Module) -> Iterator[list[str]]:
-    """Gives a list whose last entry is the path of the innermost module in its forward pass, "" for
-    the model.
-    """
-    path = [""]
-
-    def leave(*_) -> None:  # a hook's result would replace the module's output
-        path.pop()
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: path.append(name))
-            hooks.enter_context(enter)
-            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        yield path
-
-
 @dataclass(frozen=True)
 class Residual:
     """One tensor that an operator saves for its backward pass.
 
     Attributes:
         operator: the Python function, "linear", "softmax"; "" inside a compiled graph.
-        module: path of the innermost module; "" inside a compiled graph.
+        module: path of the innermost module, within the outermost; "" for that and inside a
+            compiled graph.
         shape, dtype: of the tensor. num_bytes: of its storage.
         is_new: no earlier residual has this storage.
         is_resident: the storage is kept anyway, as a parameter's or a table's.
@@ -407,28 +391,28 @@ class _CurrentFunction(TorchFunctionMode):
 
 
 def residuals(
-    function: Callable[[], Any], module: nn.Module, resident: Sequence[Tensor], *, is_compiled: bool
+    function: Callable[[], Any], resident: Sequence[Tensor], *, is_compiled: bool
 ) -> tuple[list[Residual], Any]:
     """Returns what autograd saves during `function`, in order, and the function's result.
 
     Args:
         function: a forward pass with gradient.
-        module: the module whose parts are named.
         resident: what is kept anyway: parameters and tables. is_compiled: `function` runs compiled
             code, whose parts have no names: looking into it would compile it again.
     """
     kept_anyway = {x.untyped_storage()._cdata for x in resident}
-    path = [""]
     tensors: dict[int, Tensor] = {}  # by storage; kept alive, so that none is used again
     saved = []
     current = _CurrentFunction()
+    tracker = ModuleTracker()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        innermost = max(tracker.parents, key=lambda name: name.count("."))
         saved.append(
             Residual(
                 operator=current.name,
-                module=path[-1],
+                module=innermost.partition(".")[2],
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 num_bytes=storage.nbytes(),
@@ -442,7 +426,7 @@ def residuals(
     with contextlib.ExitStack() as stack:
         if not is_compiled:
             stack.enter_context(current)
-            path = stack.enter_context(_module_path(module))
+            stack.enter_context(tracker)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = function()
     return saved, result
