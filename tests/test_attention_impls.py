@@ -52,19 +52,17 @@ def check_errors(
     rounding.
 
     On a GPU as `judge` does, with those of a sum in any order: SDPA's products there are three of
-    TF32 each. One product of TF32 is held to eager's errors in fp16, which has as many bits of
-    mantissa.
+    TF32 each.
     """
     tensors = draw(shape, dtype, device)
-    held_to = torch.float16 if impl == "triton_tf32" else dtype
     values = results(functools.partial(attention, causal=causal, impl=impl), *tensors)
     exact, eager = (
         results(functools.partial(attention_reference, causal=causal), *leaves)
-        for kind in (torch.float64, held_to)
+        for kind in (torch.float64, dtype)
         for leaves in [[x.detach().to(kind).requires_grad_() for x in tensors]]
     )
     num_terms = tensors[1].shape[-2] if device == "cuda" else 0
-    rounding = (torch.finfo(held_to).eps + num_terms**0.5 * torch.finfo(torch.float32).eps) / 2
+    rounding = (torch.finfo(dtype).eps + num_terms**0.5 * torch.finfo(torch.float32).eps) / 2
     for name, reference in exact.items():
         # P∘dP and P∘D are rounded apart, and with one key their difference is exactly zero.
         largest = max(reference.abs().max(), exact["dv"].abs().max())

@@ -239,11 +239,8 @@ def test_tiles_keep_clear_of_what_triton_miscompiles():
                 assert tile.num_warps == 4 or rows != 64 or min(columns) > 16, (width, kernel)
 
 
-def products(arithmetic: str, width: int) -> list[str]:
-    """Returns the products that run with a row's tiles."""
-    if arithmetic == "fp32":
-        return ["ieee", "tf32"] if width > 128 else ["ieee"]
-    return {"tf32": ["tf32", "tf32x3"], "16-bit": ["ieee"]}.get(arithmetic, [arithmetic])
+PRODUCTS = {"fp32": "ieee", "16-bit": "ieee", "tf32": "tf32x3", "bf16x6": "bf16x6"}
+"""The products that run with a row's tiles, by its arithmetic."""
 
 
 @pytest.mark.parametrize(
@@ -266,19 +263,18 @@ def test_every_shipped_tile_compiles_and_fits(family, arithmetic, capability, wi
     """Of a row at its widest head dimension."""
     shipped = TILES[family, arithmetic][width]
     dtype = torch.float16 if arithmetic == "16-bit" else torch.float32
-    for precision in products(arithmetic, width):
-        options = {"precision": precision, "config": AttentionConfig(*shipped)}
-        packed = family.endswith("packed")
-        found = compile_plan(capability, width, dtype, packed=packed, **options)
-        for kernel, (compiled, log) in found.items():
-            where = (kernel, width, precision)
-            assert compiled.metadata.shared <= SHARED_LIMIT[capability], where
-            # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile
-            # of the wrong size.
-            unspilled = 96 if arithmetic == "16-bit" else 64
-            limit = SLICES_SPILL_LIMIT if arithmetic == "bf16x6" else SPILL_LIMIT
-            limit = limit if width <= unspilled and family != "any" else 4096
-            assert spilled_bytes(log) <= limit, (*where, spilled_bytes(log))
+    options = {"precision": PRODUCTS[arithmetic], "config": AttentionConfig(*shipped)}
+    packed = family.endswith("packed")
+    found = compile_plan(capability, width, dtype, packed=packed, **options)
+    for kernel, (compiled, log) in found.items():
+        where = (kernel, width)
+        assert compiled.metadata.shared <= SHARED_LIMIT[capability], where
+        # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile of the
+        # wrong size.
+        unspilled = 96 if arithmetic == "16-bit" else 64
+        limit = SLICES_SPILL_LIMIT if arithmetic == "bf16x6" else SPILL_LIMIT
+        limit = limit if width <= unspilled and family != "any" else 4096
+        assert spilled_bytes(log) <= limit, (*where, spilled_bytes(log))
 
 
 @pytest.mark.parametrize("head_dim", [72, *more(16, 128, 256)])

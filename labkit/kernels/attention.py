@@ -12,7 +12,7 @@
 | fa3_deterministic | the same, its gradients added in a fixed order, as ours are |
 | tiled, triton, gluon, auto | `flash_attention`; `resolve_impl` says which one auto is |
 | triton_compiled | forward as triton, backward by `attention_backward`, compiled |
-| triton_ieee, triton_tf32 | as triton, fp32 products on the CUDA cores or as one of TF32 |
+| triton_ieee | as triton, fp32 products on the CUDA cores |
 
 A rival is imported when it is first asked for. What cannot run raises; nothing stands in for it.
 
@@ -49,7 +49,6 @@ OURS = {
     **{name: {"impl": name} for name in ("tiled", "triton", "gluon", "auto")},
     "triton_compiled": {"impl": "triton"},
     "triton_ieee": {"impl": "triton", "precision": "ieee"},
-    "triton_tf32": {"impl": "triton", "precision": "tf32"},
 }
 """What `flash_attention` is told by each of our names."""
 

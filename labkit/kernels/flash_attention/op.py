@@ -411,10 +411,10 @@ def flash_attention(
             right); −1 is no limit.
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the
             tensor cores for one, which hold 22 bits; "bf16x6", six of bf16 between three slices of
-            each operand, which hold 24; "tf32", one of 11 bits, outside the error budget of fp32;
-            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3". Elsewhere than on
-            Hopper "bf16x6" is "tf32x3". Past d 128 all but "tf32" are "ieee". For slices q, k, v
-            and the gradient of the output are copied, half as large again. "triton" only.
+            each operand, which hold 24; "auto", "bf16x6" on Hopper where queries are many, else
+            "tf32x3". Elsewhere than on Hopper "bf16x6" is "tf32x3". Past d 128 all are "ieee". For
+            slices q, k, v and the gradient of the output are copied, half as large again. "triton"
+            only.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see
             `resolve_impl`.
 

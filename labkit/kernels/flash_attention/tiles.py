@@ -21,7 +21,7 @@ from labkit.kernels.fused import IS_INTERPRETED
 
 MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")
-PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6", "tf32")
+PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6")
 PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make one of fp32
 # From how many queries of one head and of all cutting operands into slices takes a Hopper GPU less
 # time than it gains: few queries read their keys once, and cutting those is no less.
@@ -140,7 +140,7 @@ def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = Fals
         raise ValueError(f"precision must be one of {listed(PRECISIONS)}; got {precision!r}")
     head_dim = q.shape[-1]
     if head_dim > PRODUCTS_HEAD_DIM:
-        return "tf32" if precision == "tf32" else "ieee"
+        return "ieee"
     if precision not in ("auto", "bf16x6"):
         return precision
     is_hopper = capability_of(q.device) == 90
@@ -222,7 +222,7 @@ TILES = {
         128: (_two(64, 16, 8, 2), _one(16, 64, 8, 2), _two(64, 16, 8, 2)),
         256: (_two(32, 16, 8, 1), _one(16, 32, 8, 1), _two(32, 16, 8, 1)),
     },
-    # One TF32 product or three: the halves of every operand take registers beside the
+    # Three TF32 products for one: the halves of every operand take registers beside the
     # accumulators. dK/dV from D 80 on spills up to a kilobyte; past D 128 it would be 22. 64 rows
     # by 16 columns, a tail's for example, are for 4 warps: of 8, each four would take 8 columns,
     # and triton 3.6 reads beyond its shared memory.

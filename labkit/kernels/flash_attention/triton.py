@@ -122,18 +122,10 @@ def _bf16_slices(x):
 
 @triton.jit
 def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """x as an operand of a product: a tuple of its slices, or of itself. In TF32 it is rounded to
-    its 11 bits.
-
-    The tensor cores cut off the bits that they do not take, which shrinks every product: four times
-    the error of eager.
-    """
+    """x as an operand of a product: a tuple of its slices, or of itself."""
     if PRECISION == "bf16x6":
         high, middle, low = _bf16_slices(x)
         operand = (high.to(DTYPE), middle.to(DTYPE), low.to(DTYPE))
-    elif PRECISION == "tf32" and DTYPE == tl.float32:
-        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000  # the nearest, ties away from zero
-        operand = (bits.to(tl.float32, bitcast=True),)
     else:
         operand = (x.to(DTYPE),)
     return operand
