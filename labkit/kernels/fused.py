@@ -19,6 +19,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.
 IS_INTERPRETED = triton.knobs.runtime.interpret
 
+LIBRARY = torch.library.Library("labkit", "FRAGMENT")
+
 _find_kernels = torch_triton.get_inner_triton_kernels
 
 
@@ -44,30 +46,43 @@ class Operator:
         self.name = name
         self.function = function
         self.gradients = None
-        make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
-        # PyTorch would look for the kernels now, and import the compiler for that: seconds of every
-        # process.
-        torch_triton.get_inner_triton_kernels = _Kernels
-        try:
-            self.op = make(f"labkit::{name}", function, mutates_args=())
-        finally:
-            torch_triton.get_inner_triton_kernels = _find_kernels
-        self.register_fake = self.op.register_fake
+        if opaque:
+            # `custom_op` would check in Python, at each call, for 30 us, that no output shares
+            # memory with an input; the tests do.
+            schema = torch.library.infer_schema(function, mutates_args=())
+            LIBRARY.define(f"{name}{schema}", tags=torch.Tag.pt2_compliant_tag)
+            LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        else:
+            make = torch.library.custom_op if IS_INTERPRETED else torch.library.triton_op
+            # PyTorch would look for the kernels now, and import the compiler for that: seconds of
+            # every process.
+            torch_triton.get_inner_triton_kernels = _Kernels
+            try:
+                make(f"labkit::{name}", function, mutates_args=())
+            finally:
+                torch_triton.get_inner_triton_kernels = _find_kernels
+        self.op = getattr(torch.ops.labkit, name).default
         if IS_INTERPRETED and not opaque:
             self.register_fake(function)
+
+    def register_fake(self, function: Callable) -> Callable:
+        """Registers what tells the compiler shapes, dtypes and strides of the outputs."""
+        return torch.library.register_fake(f"labkit::{self.name}", function, lib=LIBRARY)
 
     def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
         """Registers `gradients(ctx, *grads)`, which returns a tuple."""
         gradients = first_order(self.name)(gradients)
         self.gradients = gradients
         self.setup_context = setup_context
+        registered = gradients
         if self.function.__annotations__["return"] == list[Tensor]:
             # PyTorch passes the gradients of a list as one list.
-            self.op.register_autograd(
-                lambda ctx, grads: gradients(ctx, *grads), setup_context=setup_context
-            )
-        else:
-            self.op.register_autograd(gradients, setup_context=setup_context)
+            def registered(ctx, grads):
+                return gradients(ctx, *grads)
+
+        torch.library.register_autograd(
+            f"labkit::{self.name}", registered, setup_context=setup_context, lib=LIBRARY
+        )
 
     def __call__(self, *arguments):
         refuse_forward_mode(self.name)
