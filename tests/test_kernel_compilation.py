@@ -133,6 +133,7 @@ def compile_plan(
             (plan, "_is_elsewhere", lambda _: False),
             *((one, "num_multiprocessors", lambda _: programs) for one in (forward, one_pass)),
             (forward, "l2_cache_bytes", lambda _: 50 << 20),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (plan.Layout, "empty", on_meta),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -30,6 +30,7 @@ gives its registers to them.
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -70,7 +71,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
 )
 from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.flash_attention.splits import num_splits_of
-from labkit.kernels.launch import l2_cache_bytes, num_multiprocessors
+from labkit.kernels.launch import current_stream, l2_cache_bytes, num_multiprocessors
 
 BLOCK_K = gl.constexpr(128)  # keys of a tile
 
@@ -94,8 +95,8 @@ FORWARD_SHORT = FORWARD | {64: {"STAGES": 4, "CONSUMERS": 2}}
 # hardware's own queue. Causal tiles are of all lengths and come longest first: from so many keys on
 # the hardware gives each to the first multiprocessor that is free, or, with more than so many for
 # each, programs take theirs from a counter (5 % at 4,096 keys, 8 % at 16,384, 9 % at 1,536). A
-# program takes one tile ahead, which with few of them is too soon (1, 8, 4096, 128: 74 us, not 57),
-# and the counter costs a launch, which below so many keys it does not earn.
+# program takes one tile ahead, which with few of them is too soon (1, 8, 4096, 128: 74 us, not 57).
+# Below so many keys it did not earn the launch that the counter cost when this was measured.
 PERSISTENT_UNTIL = 8192
 QUEUE_FROM = 2048
 DYNAMIC_FROM = 3
@@ -202,6 +203,9 @@ def _producer(s):
                 if i == 0:
                     taken = gl.atomic_add(s.tile_counter_ptr, 1, sem="relaxed")
                     following = gl.num_programs(0) + taken
+                    if taken == num_q_tiles * num_head_splits - 1:
+                        # Nobody takes another: the next launch begins at 0.
+                        gl.store(s.tile_counter_ptr, 0)
             j += 1
         if s.DYNAMIC:
             s.tiles.hand(turn, following)
@@ -419,9 +423,9 @@ def hopper_fwd_kernel(
     """The output and the log-sum-exp; a program takes tiles of 64 queries a consumer, one after
     another.
 
-    DYNAMIC: programs take tiles from the counter at tile_counter_ptr, which begins at 0. SPLIT_K:
-    of each split of the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches,
-    queries, columns), and its log-sum-exp; out_desc is not used then.
+    DYNAMIC: programs take tiles from the counter at tile_counter_ptr, which begins and ends at 0.
+    SPLIT_K: of each split of the keys, the output in fp32 to parts_ptr (num_splits, heads of all
+    batches, queries, columns), and its log-sum-exp; out_desc is not used then.
     """
     numbers_s = counting(BLOCK_K) if CAUSAL or not EVEN_K else None
     tiles = queue(CONSUMERS) if DYNAMIC else None
@@ -473,6 +477,24 @@ def hopper_fwd_kernel(
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _counter_of(device: torch.device, _stream: int) -> torch.Tensor:
+    return _zero(device)
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """Returns a counter at 0: a stream's own, as its launches follow one another; of a graph, which
+    is replayed on any stream, a new one.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return _zero(device)
+    return _counter_of(device, current_stream())
 
 
 def plan(
@@ -530,7 +552,6 @@ def plan(
     )
 
     def write(inputs, out, parts, lse, _) -> None:
-        tile_counter = torch.zeros(1, dtype=torch.int32, device=out.device) if dynamic else None
-        launch(*inputs, out, parts, lse, tile_counter)
+        launch(*inputs, out, parts, lse, _counter(out.device) if dynamic else None)
 
     return write, num_splits
