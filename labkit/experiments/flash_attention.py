@@ -1,9 +1,9 @@
 """Notebook 06: FlashAttention against every other implementation, each held to the fp64 oracle
 before it is timed.
 
-Sections: "ceilings" (measured anew each session), "algorithm" (online softmax on a small case),
-"speed" (the grid of lengths and head dimensions), "tiles" (the forward kernel over its tile sizes),
-"rivals" (the shapes on which everything is ranked), "memory" (peaks).
+Sections: "ceilings" (measured anew each session), "speed" (the grid of lengths and head
+dimensions), "tiles" (the forward kernel over its tile sizes), "rivals" (the shapes on which
+everything is ranked), "memory" (peaks).
 
 A case of "speed" and "rivals" is a contest. Shapes: B batch, H heads, S length, D head dimension.
 """
@@ -15,7 +15,6 @@ import itertools
 import torch
 import triton.errors
 
-from labkit import numerics
 from labkit.configs import GRIDS, MATERIALISING, PASSES
 from labkit.device import Device
 from labkit.experiments.contest import IN_TURN, RANKING, contest_section
@@ -23,13 +22,11 @@ from labkit.experiments.operations import add_contest, new_attention
 from labkit.experiments.sections import Plan, empty_cache, rate_metrics, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import flash_attention as labkit_flash
-from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.tiles import TileConfig
 from labkit.measure.timing import time_callable
 
 MEASUREMENT_VERSION = 2
 
-ALGORITHM = {"length": 96, "d_head": 16}
 TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
 
@@ -37,10 +34,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = GRIDS["06_flash_attention"][profile]
     plan = Plan(grid, grid.impls)
-    for tile, causal in itertools.product(grid.algorithm_tiles, (False, True)):
-        parameters = {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}
-        phases = ["errors"] if causal else ["errors", "trace"]
-        plan.add("algorithm", parameters, *phases)
     for tile in grid.tiles:
         parameters = {**grid.tiles_shape, "precision": "bf16"}
         parameters |= zip(TILE_FIELDS, tile, strict=True)
@@ -97,39 +90,6 @@ def _one_head(length: int, d_head: int, precision: str) -> dict:
     }
 
 
-def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
-    """The tiled algorithm against the formula, or how far the output after each tile of keys is
-    from the last; on the host, so that every device shows the same case.
-    """
-    p = case.parameters
-    host = dataclasses.replace(device, kind="cpu")
-    operation = new_attention(host, p | {"batch": 1, "heads": 1})
-    q, k, v = (x.detach() for x in operation.inputs.values())
-    options = {
-        "scale": p["d_head"] ** -0.5,
-        "left": -1,
-        "right": 0 if p["causal"] else -1,
-        "tile": p["tile"],
-    }
-    out, lse = tiled_attention_forward(q, k, v, **options)
-    if phase == "trace":
-        ends = range(p["tile"], p["length"] + p["tile"], p["tile"])
-        outs = [
-            tiled_attention_forward(q, k[..., :end, :], v[..., :end, :], **options)[0]
-            for end in ends
-        ]
-        samples = {"distance": [numerics.relative_error(x, out) for x in outs]}
-        return Measured({"num_tiles": len(ends)}, p, samples=samples)
-    grads = tiled_attention_backward(*operation.grad_outs, q, k, v, out, lse, **options)
-    verdicts = [*operation.verdicts("forward", [out]), *operation.verdicts("backward", grads)]
-    metrics = {
-        f"{name}_{key}": number
-        for name, verdict in zip(("out", "dq", "dk", "dv"), verdicts, strict=True)
-        for key, number in verdict._asdict().items()
-    }
-    return Measured(metrics, p)
-
-
 def _measure_tile(device: Device, case: Case, phase: str) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
     if device.kind != "cuda" and not labkit_flash.IS_INTERPRETED:
@@ -181,7 +141,6 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
 
 
 SECTIONS = {
-    "algorithm": section(_measure_algorithm),
     "speed": contest_section(new_attention),
     RANKING: contest_section(new_attention),
     "tiles": section(_measure_tile),

@@ -20,13 +20,6 @@ EXACT = [
         1e-2,
     ),
     (
-        "outputs of FlashAttention within their error budget",
-        "06_flash_attention",
-        "algorithm",
-        "out_budget_fraction",
-        1,
-    ),
-    (
         "attention kernels within their error budget",
         "06_flash_attention",
         "rivals",
