@@ -1,5 +1,5 @@
-"""Numerics of floating-point formats: spacing, three ways to add, normalisation, errors and the
-budget for them.
+"""Numerics of floating-point formats: running sums, normalisation, errors and the budget for
+them.
 
 Sums and normalisation round after every operation, in the dtype they are given, as a kernel does
 that keeps a quantity in that dtype. Library reductions do not: they add in fp32 and round once.
@@ -61,23 +61,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     )
 
 
-def spacing(value: float, dtype: torch.dtype) -> float:
-    """Returns the distance between neighbouring numbers of `dtype` in the binade of `value`;
-    ValueError without one.
-    """
-    limits = torch.finfo(dtype)
-    if not 0 < value <= limits.max:
-        raise ValueError(
-            f"value {value!r} has no binade in {dtype}; accepted: above 0, up to {limits.max:g}"
-        )
-    return max(binade(value), limits.smallest_normal) * limits.eps
-
-
-def binade(value: float) -> float:
-    """Returns the largest power of two that is not above `value` (positive, finite)."""
-    return math.ldexp(1.0, math.frexp(value)[1] - 1)
-
-
 def stall_value(term: float, dtype: torch.dtype) -> float:
     """Returns the sum from which adding `term` (positive, a number of `dtype`) changes nothing.
 
@@ -87,38 +70,16 @@ def stall_value(term: float, dtype: torch.dtype) -> float:
     return 2.0 ** math.ceil(math.log2(2 * term / torch.finfo(dtype).eps))
 
 
-METHODS = ("sequential", "kahan", "pairwise")
-"""Ways to add. kahan: carries what an addition loses to the next. pairwise: adds neighbours, then
-neighbouring sums.
-"""
-
-
-def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method: str) -> Tensor:
-    """Returns the sums of 1, 2, … `num_terms` copies of `term`.
+def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype) -> Tensor:
+    """Returns the sums of 1, 2, … `num_terms` copies of `term`, added one by one.
 
     Args:
         term: a scalar; its dtype may be another than the accumulator's, which the result has.
-        method: one of METHODS.
-
-    Raises ValueError for another method.
-
-    Source: Kahan 1965 (compensated summation); Higham 1993 (pairwise: the error grows with log n,
-    not n).
     """
-    check_known("method", method, METHODS)
-    if method == "pairwise":
-        terms = term.to(accumulator).expand(num_terms)
-        return torch.cat([tree_sum(terms[:num_added]) for num_added in range(1, num_terms + 1)])
-    total = lost = torch.zeros((), dtype=accumulator, device=term.device)
+    total = torch.zeros((), dtype=accumulator, device=term.device)
     sums = []
     for _ in range(num_terms):
-        if method == "kahan":
-            corrected = term.to(accumulator) - lost
-            larger = total + corrected
-            lost = (larger - total) - corrected
-            total = larger
-        else:
-            total = (total + term).to(accumulator)
+        total = (total + term).to(accumulator)
         sums.append(total)
     return torch.stack(sums)
 

@@ -1,6 +1,4 @@
-"""Rounding: spacing of a format, sums and normalisations in it, and what notebook 03 measures of
-them.
-"""
+"""Rounding: sums and normalisations in a format, and what notebook 03 measures of them."""
 
 import pytest
 import torch
@@ -17,19 +15,9 @@ from labkit.experiments.sweep import Case, Measured, Skip
 def test_a_sum_stalls_where_half_the_spacing_reaches_the_term(term, dtype):
     added = torch.tensor(term, dtype=dtype)
     stall = torch.tensor(numerics.stall_value(float(added), dtype), dtype=dtype)
-    before = stall - numerics.spacing(float(stall) * 0.75, dtype)
+    before = stall - stall / 2 * torch.finfo(dtype).eps  # its neighbour below
     assert stall + added == stall
     assert before + added != before
-
-
-@pytest.mark.parametrize("method", ["kahan", "pairwise"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_better_addition_ends_within_two_spacings_of_the_exact_sum(method, dtype):
-    term = torch.tensor(0.01, dtype=dtype)
-    sums = numerics.running_sums(term, 1000, dtype, method)[99::100].double()
-    exact = float(term) * torch.arange(100, 1001, 100)
-    allowed = torch.tensor([2 * numerics.spacing(float(value), dtype) for value in exact])
-    assert ((sums - exact).abs() <= allowed).all()
 
 
 def test_tree_sum_rounds_every_addition():

@@ -14,7 +14,6 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,12 +35,10 @@ from labkit.models.transformer import TransformerLM, language_model_loss
 from labkit.numerics import (
     DTYPES,
     NORMS,
-    binade,
     dtype_name,
     normalise,
     relative_error,
     running_sums,
-    spacing,
     stall_value,
     tensor_dtype,
 )
@@ -55,23 +52,19 @@ hosts.
 TERM = 0.01
 NUM_TERMS = 1000
 LONG_SUM = 10_000
-"""Terms of the sequential sums, in which a 16-bit accumulator must come to a halt."""
+"""Terms of the sums, in which a 16-bit accumulator must come to a halt."""
 
 TRACE_EVERY = 10
 """Additions between two recorded running sums."""
 
 SERIES = (
-    *(
-        (method, dtype, dtype, "none")
-        for method in ("sequential", "kahan", "pairwise")
-        for dtype in DTYPES
-    ),
-    ("sequential", "fp32", "fp16", "implicit"),
-    ("sequential", "fp32", "fp16", "explicit"),
-    ("sequential", "fp32", "bf16", "implicit"),
+    *((dtype, dtype, "none") for dtype in DTYPES),
+    ("fp32", "fp16", "implicit"),
+    ("fp32", "fp16", "explicit"),
+    ("fp32", "bf16", "implicit"),
 )
-"""(method, accumulator, term, cast of the term to the accumulator). implicit: by type promotion in
-the addition.
+"""(accumulator, term, cast of the term to the accumulator). implicit: by type promotion in the
+addition.
 """
 
 NORM_VARIANTS = (
@@ -99,9 +92,9 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = GRIDS["03_mixed_precision"][profile]
     plan = Plan(grid)
-    for method, accumulator, term, cast in SERIES:
+    for accumulator, term, cast in SERIES:
         parameters = {
-            "method": method,
+            "method": "sequential",
             "accumulator": accumulator,
             "term": term,
             "cast": cast,
@@ -138,18 +131,14 @@ def cases(profile: str, device_kind: str) -> list[Case]:
 
 
 def measure_sum(device: Device, case: Case, phase: str) -> Measured:
-    """Returns 0.01 added a thousand times: the running sum, the rounding of its binades, where it
-    comes to a halt.
-    """
+    """Returns 0.01 added a thousand times: the running sum, and where it comes to a halt."""
     parameters = case.parameters
     accumulator = tensor_dtype(parameters["accumulator"])
     num_terms = parameters["num_terms"]
-    is_sequential = parameters["method"] == "sequential"
     check_known("cast", parameters["cast"], ("none", "implicit", "explicit"))
     term = torch.tensor(TERM, dtype=tensor_dtype(parameters["term"]), device=device.kind)
     added = term.to(accumulator) if parameters["cast"] == "explicit" else term
-    length = max(LONG_SUM, num_terms) if is_sequential else num_terms
-    rounded = running_sums(added, length, accumulator, parameters["method"])
+    rounded = running_sums(added, max(LONG_SUM, num_terms), accumulator)
     sums = rounded.tolist()
     final = sums[num_terms - 1]
     exact = TERM * num_terms
@@ -162,32 +151,15 @@ def measure_sum(device: Device, case: Case, phase: str) -> Measured:
         "stall_predicted": stall_value(float(term), accumulator),
     }
     samples = {"running_sum": sums[TRACE_EVERY - 1 : num_terms : TRACE_EVERY]}
-    if is_sequential:
-        num_moving = num_terms
-        if sums[-1] == sums[-2]:
-            num_moving = sums.index(sums[-1]) + 1
-            metrics["stall_measured"] = sums[-1]
-            metrics["stall_terms"] = num_moving
-        samples |= binades(sums[:num_moving], accumulator)
-    live = {"accumulator": dtype_name(rounded.dtype), "term": dtype_name(term.dtype)}
-    return Measured(metrics, parameters | live, {"trace_every": TRACE_EVERY}, samples)
-
-
-def binades(sums: list[float], accumulator: torch.dtype) -> dict[str, list[float]]:
-    """Returns for each binade [2ᵏ, 2ᵏ⁺¹) that running sums pass through how its additions were
-    rounded.
-
-    `binade_start`; `binade_spacing` of the accumulator's numbers; `binade_additions`: sums in it
-    that another follows; `binade_mean_step`: what an addition added there.
-    """
-    steps = pd.Series(sums).diff().iloc[1:].groupby([binade(value) for value in sums[:-1]])
-    table = steps.agg(["size", "mean"])
-    return {
-        "binade_start": table.index.tolist(),
-        "binade_spacing": [spacing(start, accumulator) for start in table.index],
-        "binade_additions": table["size"].astype(int).tolist(),
-        "binade_mean_step": table["mean"].tolist(),
+    if sums[-1] == sums[-2]:
+        metrics["stall_measured"] = sums[-1]
+        metrics["stall_terms"] = sums.index(sums[-1]) + 1
+    live = {
+        "method": "sequential",
+        "accumulator": dtype_name(rounded.dtype),
+        "term": dtype_name(term.dtype),
     }
+    return Measured(metrics, parameters | live, {"trace_every": TRACE_EVERY}, samples)
 
 
 def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
