@@ -19,6 +19,7 @@ UNPLANNED = {
     HOST_SECTION: "",
     "algorithm": "",
     "accumulation": '"method": "(kahan|pairwise)"',
+    "dtypes": '"model": "small"',
 }
 """What is recorded and in no grid, as it is the host's or no longer measured: by section a pattern
 of its cases.

@@ -10,7 +10,6 @@ live modules), "normalisation" (LayerNorm and RMSNorm by the dtype of their stat
 import functools
 import itertools
 import math
-import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
@@ -25,13 +24,12 @@ from labkit.configs import (
     MIXED_PRECISIONS,
     NORM_SETTINGS,
     check_known,
-    model_config,
 )
 from labkit.device import Device
 from labkit.experiments.sections import Plan, run_section, section
 from labkit.experiments.step import Step, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.models.transformer import TransformerLM, language_model_loss
+from labkit.models.transformer import language_model_loss
 from labkit.numerics import (
     DTYPES,
     NORMS,
@@ -101,8 +99,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
             "num_terms": NUM_TERMS,
         }
         plan.add("accumulation", parameters, "sum")
-    for model, dtype in itertools.product(("toy", grid.transformer), ("fp16", "bf16")):
-        plan.add("dtypes", {"model": model, "autocast": dtype}, "read")
+    for dtype in ("fp16", "bf16"):
+        plan.add("dtypes", {"model": "toy", "autocast": dtype}, "read")
     rows, features = grid.norm_shape
     for norm, setting, (dtype, statistics_name), scale in itertools.product(
         NORMS, NORM_SETTINGS, NORM_VARIANTS, grid.norm_scales
@@ -210,50 +208,41 @@ def measure_normalisation(device: Device, case: Case, phase: str) -> Measured:
 
 
 def _measure_dtypes(device: Device, case: Case, phase: str) -> Measured:
-    """Returns the dtypes of a model's parts under autocast, noted by hooks where tensors pass.
+    """Returns the dtypes of the parts of the small model whose dtypes are published, under
+    autocast, noted by hooks where tensors pass.
 
-    Parts: the parameters, every module's output (those of all blocks under one name), logits, loss,
-    gradients.
+    Parts: the parameters, every layer's output, logits, loss, gradients.
     """
-    parameters = case.parameters
-    if parameters["model"] == "toy":
-        # The small model whose dtypes are published.
-        layers = OrderedDict(
-            fc1=nn.Linear(8, 10, bias=False),
-            relu=nn.ReLU(),
-            layer_norm=nn.LayerNorm(10),
-            fc2=nn.Linear(10, 5, bias=False),
-        )
-        model = nn.Sequential(layers).to(device.kind)
-        inputs = torch.randn(16, 8, device=device.kind)
-        targets = torch.arange(16, device=device.kind) % 5
-    else:
-        config = model_config(parameters["model"])
-        model = TransformerLM(config, max_context=16, device=device.kind)
-        inputs, targets = torch.randint(config.vocab_size, (2, 1, 16), device=device.kind)
-    dtypes = defaultdict(dict)  # by part, in the order in which they are seen
+    layers = OrderedDict(
+        fc1=nn.Linear(8, 10, bias=False),
+        relu=nn.ReLU(),
+        layer_norm=nn.LayerNorm(10),
+        fc2=nn.Linear(10, 5, bias=False),
+    )
+    model = nn.Sequential(layers).to(device.kind)
+    inputs = torch.randn(16, 8, device=device.kind)
+    targets = torch.arange(16, device=device.kind) % 5
+    dtypes = []
 
     def note(part: str, *tensors: Tensor) -> None:
-        for x in tensors:
-            dtypes[part][str(x.dtype).removeprefix("torch.")] = None
+        names = sorted({str(x.dtype).removeprefix("torch.") for x in tensors})
+        dtypes.append([part, " and ".join(names)])
 
     note("parameters", *model.parameters())
-    for name, module in model.named_modules():
-        if name and not isinstance(module, nn.ModuleList):
-            part = re.sub(r"\.\d+\.", ".*.", f"{name}.").removesuffix(".")
-            module.register_forward_hook(lambda *call, part=part: note(f"{part}_output", call[-1]))
-    with torch.autocast(device.kind, tensor_dtype(parameters["autocast"])):
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda *call, name=name: note(f"{name}_output", call[-1]))
+    with torch.autocast(device.kind, tensor_dtype(case.parameters["autocast"])):
         live = dtype_name(torch.get_autocast_dtype(device.kind))
         logits = model(inputs)
-        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        loss = F.cross_entropy(logits, targets)
     loss.backward()
     note("logits", logits)
     note("loss", loss)
     note("gradients", *(parameter.grad for parameter in model.parameters()))
     return Measured(
         metrics={"loss": loss.item()},
-        case={"model": parameters["model"], "autocast": live},
-        observed={"dtypes": [[part, " and ".join(names)] for part, names in dtypes.items()]},
+        case={"model": "toy", "autocast": live},
+        observed={"dtypes": dtypes},
     )
 
 
