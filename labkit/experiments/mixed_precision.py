@@ -4,14 +4,13 @@ it.
 Sections: "accumulation" (one term added many times), "dtypes" (under autocast, read by hooks from
 live modules), "normalisation" (LayerNorm and RMSNorm by the dtype of their statistics), "steps"
 (time and memory in the precisions that notebook 01 does not have, beside one that it has),
-"operators" (what autocast issues), "training" (loss and gradients of a synthetic task).
+"operators" (what autocast issues), "training" (losses of a synthetic task).
 """
 
 import functools
 import itertools
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,6 @@ from labkit.device import Device
 from labkit.experiments.sections import Plan, run_section, section
 from labkit.experiments.step import Step, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.models.transformer import language_model_loss
 from labkit.numerics import (
     DTYPES,
     NORMS,
@@ -78,9 +76,6 @@ chooses.
 """
 
 OPERATOR_PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
-
-NUM_LOOKS = 10
-"""How often during a training run the gradients are looked at."""
 
 LAST_STEPS = 0.1
 """The final loss is the mean over this share of the steps."""
@@ -287,52 +282,35 @@ def _measure_operators(step: Step, case: Case, phase: str) -> Measured:
 
 
 def _measure_training(step: Step, case: Case, phase: str) -> Measured:
-    """Returns the losses of the synthetic task in one precision, the shares of the gradients'
-    elements that are 0, and what of the gains never moved. Each token is followed by its
-    successor in a fixed permutation, the next one and the first one after the last.
+    """Returns the losses of the synthetic task in one precision, and what share of the gains never
+    moved. Each token is followed by its successor in a fixed permutation, the next one and the
+    first one after the last.
     """
     parameters = case.parameters
-    model = step.model
     step.optimizer.param_groups[0]["lr"] = parameters["learning_rate"]
     num_tokens = parameters["num_tokens"]
     shape = (parameters["num_steps"], parameters["batch"], 1)
     first = torch.randint(num_tokens, shape, generator=torch.Generator().manual_seed(0))
     data = (first + torch.arange(parameters["context"] + 1)) % num_tokens
     data = data.to(step.device.kind)
-    # The embedding's rows are not all seen.
-    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
     losses = []
-    looks = defaultdict(list)
-    for number, sequences in enumerate(data):
-        step.optimizer.zero_grad()
-        with step.autocast():
-            logits = model(sequences[:, :-1])
-            loss = language_model_loss(logits, sequences[:, 1:])
-        logits.retain_grad()
-        step.scaler.scale(loss).backward()
-        if number % max(1, len(data) // NUM_LOOKS) == 0:
-            looks["look_step"].append(number)
-            looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))
-            looks["zero_logit_gradients"].append(_share([logits.grad == 0]))
-        step.optimize()
-        losses.append(loss.item())
+    for sequences in data:
+        step.tokens = sequences[:, :-1]
+        step.targets = sequences[:, 1:]
+        losses.append(step.train_step().item())
     finite = [loss if math.isfinite(loss) else None for loss in losses]
     last = finite[-max(1, round(LAST_STEPS * len(losses))) :]
+    gains = torch.cat([p for p in step.model.parameters() if p.dim() == 1])
     metrics = {
         "final_loss": None if None in last else sum(last) / len(last),
         # They begin as 1.
-        "unmoved_gains": _share([p == 1 for p in model.parameters() if p.dim() == 1]),
+        "unmoved_gains": (gains == 1).sum().item() / gains.numel(),
     }
     return Measured(
         metrics,
-        parameters | {"precision": step.live_precision(), "size": model.config.name},
-        samples={"loss": finite, **looks},
+        parameters | {"precision": step.live_precision(), "size": step.model.config.name},
+        samples={"loss": finite},
     )
-
-
-def _share(marks: Sequence[Tensor]) -> float:
-    """Returns the share of all elements that are marked."""
-    return sum(int(x.sum()) for x in marks) / sum(x.numel() for x in marks)
 
 
 SECTIONS = {
