@@ -16,8 +16,8 @@ from torch import Tensor
 from labkit import numerics
 from labkit.configs import GRIDS, check_known
 from labkit.device import Device
-from labkit.experiments.contest import Tensors, attention_formula, by_formula, draw
-from labkit.experiments.operations import IMPLEMENTATIONS
+from labkit.experiments.contest import Implementation
+from labkit.experiments.operations import new_attention
 from labkit.experiments.sections import Plan, empty_cache, memory_bytes, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.attention import IMPLS
@@ -32,12 +32,6 @@ ATTENTION_BATCH = 8
 
 ATTENTION_PASSES = 100
 """Timed passes of one case, as published; a case that takes long is ended by its time limit before.
-"""
-
-LARGEST_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
-"""Relative error against fp64 above which a result is wrong, not imprecise: several times what the
-precision's rounding of every product gives (2⁻²⁴, 2⁻¹¹ twice and 2⁻⁸ an operand). Its time is then
-no measurement.
 """
 
 
@@ -81,8 +75,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
 
 
 class AttentionCall:
-    """The live objects of one case: q, k, v and the gradient of the output, all (batch, length,
-    d_head), and the mask.
+    """The live objects of one case: the operation, of tensors (batch, length, d_head), and its one
+    implementation.
 
     "compiled_heads", which lets the compiler recognise attention, and what is entered in
     `operations` have one head in front of the length.
@@ -95,32 +89,28 @@ class AttentionCall:
     def __init__(self, device: Device, parameters: dict):
         self.device = device
         self.impl = parameters["impl"]
-        self.causal = parameters.get("causal", False)
         self.is_compiled = self.impl in ("compiled", "compiled_heads")
-        empty_cache()
-        heads = [] if self.impl in IMPLS else [1]
-        shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
-        *self.inputs, self.grad_out = draw(device, parameters["precision"], *4 * [shape])
-        for x in self.inputs:
-            x.requires_grad_()
+        heads = {} if self.impl in IMPLS else {"heads": 1}
+        self.operation = new_attention(device, {"causal": False, **heads, **parameters})
+        self.inputs = [*self.operation.inputs.values()]
+        function = attention_reference  # on the tensors as they are
         if self.is_compiled:
             # With it the passes that replace the formula are skipped, and not counted.
             importlib.import_module("torch._functorch.config").enable_autograd_cache = False
             torch._dynamo.utils.counters.clear()
             torch.compiler.reset()
-            self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
-        elif self.impl == "eager":
-            self.function = attention_reference  # on the tensors as they are
-        else:
-            known = IMPLEMENTATIONS["attention"]
-            check_known("implementation", self.impl, known)
-            self.function = known[self.impl].function
-            reason = known[self.impl].unavailable(*self.inputs, causal=self.causal)
-            if reason:
-                raise Skip(reason)
+            function = torch.compile(function, dynamic=False, fullgraph=True)
+        if self.is_compiled or self.impl == "eager":
+            self.operation.implementations = {self.impl: Implementation(function)}
+        known = self.operation.implementations
+        check_known("implementation", self.impl, known)
+        reason = self.operation.apply(known[self.impl].unavailable)
+        if reason:
+            raise Skip(reason)
+        self.function = known[self.impl].function
 
     def forward(self) -> Tensor:
-        return self.function(*self.inputs, causal=self.causal)
+        return self.function(*self.inputs, **self.operation.options)
 
     def forward_for_backward(self) -> tuple[Tensor, Tensor]:
         """Returns what `Tensor.backward` takes, after a forward pass of its own; earlier gradients
@@ -128,7 +118,7 @@ class AttentionCall:
         """
         for x in self.inputs:
             x.grad = None
-        return self.forward(), self.grad_out
+        return self.forward(), *self.operation.grad_outs
 
     def passes(self, phase: str) -> tuple[Callable, Callable]:
         """Returns the function of a pass, and what makes its arguments."""
@@ -157,40 +147,16 @@ class AttentionCall:
             metrics["peak_bytes"] = torch.cuda.max_memory_allocated() - others
         return metrics
 
-    def errors(self, phase: str) -> dict[str, float]:
-        """Returns the relative errors of one pass against fp64, ‖x − x₆₄‖ / ‖x₆₄‖ over the batch's
-        last sequence.
-
-        The last one, since an offset that overflows does so at the end. Raises AssertionError for a
-        wrong result.
+    def error(self, phase: str) -> dict[str, float]:
+        """Returns the relative error of one pass against fp64, of the worst gradient; raises
+        AssertionError for a wrong result.
         """
-        exact = self.oracle[phase == "backward"]  # before the pass, whose memory it may need
-        out, grad_out = self.forward_for_backward()
-        names = ["output"]
-        results = [out]
-        if phase == "backward":
-            out.backward(grad_out)
-            names = ["dq", "dk", "dv"]
-            results = [x.grad for x in self.inputs]
-        bound = LARGEST_ERROR[numerics.live_precision(out.dtype)]
-        errors = {}
-        for name, x, reference in zip(names, results, exact, strict=True):
-            key = f"{name}_relative_error"
-            error = numerics.relative_error(x[-1], reference)
-            if not error <= bound:
-                raise AssertionError(f"{self.impl}: {key} is {error:.2g}, more than {bound:g}")
-            errors[key] = error
-        return errors
-
-    @functools.cached_property
-    def oracle(self) -> tuple[Tensors, Tensors]:
-        """Output and gradients of the batch's last sequence in fp64, by the formula, some queries
-        at a time.
-        """
-        formula = functools.partial(attention_formula, causal=self.causal)
         # In a cached block of the scores' size it would leave no room for the next scores.
         empty_cache()
-        return by_formula(formula, [x[-1] for x in self.inputs], [self.grad_out[-1]])
+        _ = self.operation.expected  # before the pass, whose memory it may need
+        name = "output" if phase == "forward" else "gradient"
+        verdict = self.operation.judge(self.impl, phase)
+        return {f"{name}_relative_error": verdict.relative_error}
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
@@ -209,9 +175,9 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
         target_half_width=0.0,
         time_limit_s=case.time_limit_s,
     )
-    metrics |= call.memory(phase) | call.errors(phase)
+    metrics |= call.memory(phase) | call.error(phase)
     # A result with another mask is far from the oracle's.
-    precision = numerics.live_precision(call.grad_out.dtype)
+    precision = numerics.live_precision(call.operation.dtype)
     return times.measured(metrics, {**case.parameters, "precision": precision}, keep="pass_ms")
 
 

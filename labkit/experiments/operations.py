@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,13 +104,15 @@ SHAPE = ("batch", "heads", "length", "d_head", "causal", "precision")
 
 
 def new_attention(device: Device, parameters: dict) -> Operation:
-    """Returns attention on one shape; ratios are to what "auto" runs there."""
+    """Returns attention on one shape, without a dimension of heads where no "heads" are given;
+    ratios are to what "auto" runs there.
+    """
     empty_cache()
-    *size, causal, precision = (parameters[name] for name in SHAPE)
+    *size, causal, precision = (parameters[name] for name in SHAPE if name in parameters)
     q, k, v, grad_out = draw(device, precision, *4 * [size])
     baseline = labkit_flash.resolve_impl(q)
-    batch, heads, length, d_head = size
-    call = (batch * heads, length, d_head)
+    length = size[-2]
+    call = (math.prod(size[:-2]), *size[-2:])
     return Operation(
         device,
         precision,
