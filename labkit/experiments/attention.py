@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit import numerics
 from labkit.configs import GRIDS, check_known
@@ -22,7 +22,7 @@ from labkit.experiments.sections import Plan, empty_cache, memory_bytes, run_sec
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.attention import IMPLS
 from labkit.kernels.reference import attention_reference
-from labkit.measure.memory import storage_bytes
+from labkit.measure.memory import residuals, saved_bytes, storage_bytes
 from labkit.measure.timing import time_callable
 
 MEASUREMENT_VERSION = 1
@@ -141,10 +141,14 @@ class AttentionCall:
             torch.cuda.reset_peak_memory_stats()
         out = function(*arguments)
         metrics = {"device_bytes": memory_bytes(self.device)}
-        if phase == "forward":
-            metrics["saved_bytes"] = storage_bytes(saved_tensors(out))
         if is_cuda:
             metrics["peak_bytes"] = torch.cuda.max_memory_allocated() - others
+        if phase == "forward":
+            del out
+            # As compiled: no names are asked for, and a function may be compiled by itself.
+            saved, _ = residuals(self.forward, nn.Module(), [], is_compiled=True)
+            # Without the seeds of SDPA, which are plain numbers.
+            metrics["saved_bytes"] = saved_bytes([one for one in saved if one.shape])
         return metrics
 
     def error(self, phase: str) -> dict[str, float]:
@@ -179,29 +183,6 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     # A result with another mask is far from the oracle's.
     precision = numerics.live_precision(call.operation.dtype)
     return times.measured(metrics, {**case.parameters, "precision": precision}, keep="pass_ms")
-
-
-def saved_tensors(out: Tensor) -> list[Tensor]:
-    """Returns the tensors that the graph behind `out` keeps for the backward pass, plain numbers
-    left out.
-
-    They are read from the nodes: hooks on saved tensors would make a compiled function compile
-    again.
-    """
-    kept = []
-    seen = {None}
-    pending = [out.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        pending += [behind for behind, _ in node.next_functions]
-        values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        for name in ("saved_tensors", "_tensors_no_vc_check"):
-            values += getattr(node, name, None) or ()
-        kept += [value for value in values if isinstance(value, Tensor) and value.dim()]
-    return kept
 
 
 SECTIONS = dict.fromkeys(("attention", "masked"), section(_measure, AttentionCall))
