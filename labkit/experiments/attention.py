@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit import numerics
 from labkit.configs import GRIDS, check_known
@@ -146,7 +146,7 @@ class AttentionCall:
         if phase == "forward":
             del out
             # As compiled: no names are asked for, and a function may be compiled by itself.
-            saved, _ = residuals(self.forward, nn.Module(), [], is_compiled=True)
+            saved, _ = residuals(self.forward, [], is_compiled=True)
             # Without the seeds of SDPA, which are plain numbers.
             metrics["saved_bytes"] = saved_bytes([one for one in saved if one.shape])
         return metrics
