@@ -845,3 +845,25 @@ def test_a_thousand_forwards_and_250_backwards_are_bit_equal(case, impl):
     grads = plan.backward(grad_out, q, k, v, *result)
     for _ in range(250):
         assert all(map(torch.equal, grads, plan.backward(grad_out, q, k, v, *result)))
+
+
+@on_hopper
+def test_calls_of_several_streams_and_of_a_graph_share_no_counter_of_tiles():
+    case = Case((2, 32, 32, 2100, 2100, 64), causal=True, dtype="bfloat16")
+    q, k, v, _ = draw(case, "cuda")
+    plan = fa.plan_of(q, k, v, **mask_of(case), impl="gluon")
+    expected, _ = plan.forward(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = plan.forward(q, k, v)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    for _ in range(20):
+        found = []
+        torch.cuda.synchronize()
+        graph.replay()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found += [plan.forward(q, k, v)[0] for _ in range(3)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(expected, x) for x in (out, *found))
+        out.zero_()
