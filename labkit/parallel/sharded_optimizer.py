@@ -113,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Takes this rank's share out of a full state dict; the world size it was made with does
         not matter.
 
-        Raises ValueError, as torch, where the groups have other numbers of parameters.
+        Raises ValueError, and loads nothing, where the groups have other numbers of parameters.
         """
         # The last hook: the others are shown the state dict as it is.
         hook = self.register_load_state_dict_pre_hook(ShardedOptimizer._load_share)
@@ -127,12 +127,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Loads this rank's share; returns the state dict with a state by parameter, which torch
         keeps as it is.
         """
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_sizes = [len(saved["params"]) for saved in state_dict["param_groups"]]
+        if saved_sizes != sizes:  # torch would find it after the share is loaded
+            raise ValueError(f"groups of {saved_sizes} parameters; accepted: of {sizes}")
         groups = []
         known = state_dict["state"]
         state = {}
-        # Other numbers of groups and parameters are refused by torch.
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            pairs = zip(saved["params"], group["params"], strict=False)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            pairs = zip(saved["params"], group["params"], strict=True)
             numbers = [number for number, p in pairs if self._owners[p] == dist.get_rank()]
             groups.append({**saved, "params": numbers})
             state |= {number: known[number] for number in numbers if number in known}
