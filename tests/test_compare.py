@@ -99,11 +99,16 @@ def test_a_page_has_findings_and_every_row(sides):
 
 def test_a_report_lists_the_other_devices(tmp_path, sides):
     written(tmp_path, "cpu-c", {128: metrics(1000.0)})
+    written(tmp_path, "2x-a", {128: metrics(5.0)})
     store_of(tmp_path / "d", NOTEBOOK).path.write_text("{}\n")
     text = compare.others(sides[0], tmp_path)
     head, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
     assert head == "| device | rows in common | device times |"
-    assert rows == ["| b | 6 | 1.50× |", "| cpu-c | 2 | 0.0100× |"]
+    assert rows == [
+        "| [b](../figures/b/report.md) | 6 | 1.50× |",
+        "| [cpu-c](../figures/cpu-c/report.md) | 2 | 0.0100× |",
+    ]
+    assert text.endswith(" Several GPUs together: [2x-a](../figures/2x-a).")
     assert compare.others(sides[0], tmp_path / "a") == ""
 
 

@@ -397,14 +397,19 @@ def others(chapters: Chapters, root: Path) -> str:
     """Returns the section of a report on the other devices in `root`, "" where there is none."""
     base = first_of(chapters).asked_device
     lines = []
+    several = []
     for name in measured_devices(root):
-        if name == base or re.match(r"\d+x-", name):
+        if name == base:
+            continue
+        if re.match(r"\d+x-", name):
+            several.append(f"[{name}](../figures/{name})")
             continue
         try:
             rows = Comparison(chapters, side(name, root)).common
         except (RequestError, RecordError):  # `labkit compare` says what is wrong with it
             continue
-        line = {"device": name, "rows in common": f"{len(rows):,}"}
+        page = f"../figures/{name}/report.md"
+        line = {"device": f"[{name}]({page})", "rows in common": f"{len(rows):,}"}
         is_roof = rows["section"] == SESSION_SECTION
         for words, case in ROOFS.items():
             roof = rows[is_roof & rows["case"].str.startswith(case)]
@@ -421,4 +426,5 @@ def others(chapters: Chapters, root: Path) -> str:
     return (
         f"## Other devices\n\n{tables.to_markdown(frame)}\n\nTimes as fast as this device, in the "
         f"median row; all rows: `labkit compare {base} NAME`."
+        + (f" Several GPUs together: {listing(several)}." if several else "")
     )
