@@ -61,9 +61,9 @@ class Operator:
                 make(f"labkit::{name}", function, mutates_args=())
             finally:
                 torch_triton.get_inner_triton_kernels = _find_kernels
+            if IS_INTERPRETED:
+                self.register_fake(function)
         self.op = getattr(torch.ops.labkit, name).default
-        if IS_INTERPRETED and not opaque:
-            self.register_fake(function)
 
     def register_fake(self, function: Callable) -> Callable:
         """Registers what tells the compiler shapes, dtypes and strides of the outputs."""

@@ -7,7 +7,6 @@ are of one kind. What is not alike is named and enters no ratio.
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from labkit.records import (
     RecordError,
     check_device_folder,
     measured_devices,
+    single,
     write_bytes_atomic,
     write_text_atomic,
 )
@@ -401,7 +401,7 @@ def others(chapters: Chapters, root: Path) -> str:
     for name in measured_devices(root):
         if name == base:
             continue
-        if re.match(r"\d+x-", name):
+        if single(name) != name:
             several.append(f"[{name}](../figures/{name})")
             continue
         try:
