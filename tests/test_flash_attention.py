@@ -515,7 +515,7 @@ RUN_FACTS = (
 """What Triton's releases know of a compiled kernel."""
 
 
-def test_what_is_handed_to_a_launch_is_kept_by_the_addresses_of_a_call():
+def test_what_is_handed_to_a_launch_for_tiles_is_kept_by_their_address():
     """What the installed Triton makes of tiles and of addresses, without its look-ups."""
     launched, encoded = [], []
     launcher = functools.partial(lambda *arguments: launched.append(arguments))  # not in Python
@@ -527,7 +527,8 @@ def test_what_is_handed_to_a_launch_is_kept_by_the_addresses_of_a_call():
     def compiled(launch):
         run = object.__new__(driver.CudaLauncher)
         vars(run).update(dict.fromkeys(RUN_FACTS, 0), launch=launch)
-        return types.SimpleNamespace(run=run, function=3, packed_metadata=4)
+        metadata = types.SimpleNamespace(tensordesc_meta=[{}])
+        return types.SimpleNamespace(run=run, function=3, packed_metadata=4, metadata=metadata)
 
     signature = {0: "tensordesc<fp16[1, 1, 64, 64]>", 1: "constexpr", 2: "*fp32", 3: "i32"}
     device = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 7)
@@ -539,16 +540,18 @@ def test_what_is_handed_to_a_launch_is_kept_by_the_addresses_of_a_call():
         mock.patch.object(driver, "make_tensordesc_arg", encode),
         mock.patch.object(triton.runtime.driver, "_active", device),
     ):
-        of_tiles = compiled(driver.wrap_handle_tensordesc(launcher, signature, [{}]))
-        tile_launch.launch.compiled = of_tiles
-        for tensor in (x, y, x):
-            tile_launch(tensor, z)
+        wrapped = driver.wrap_handle_tensordesc(launcher, signature, [{}])
+        tile_launch.compiled = compiled(wrapped)
+        for tensor, other in ((x, y), (y, z), (x, z)):
+            tile_launch(tensor, other)
         unhooked(compiled(launcher), (5, 1, 1))(x.data_ptr(), None, z.data_ptr(), 70)
     assert encoded == [tensor.data_ptr() for tensor in (x, y)]
-    for arguments, tensor in zip(launched, (x, y, x, x), strict=True):
+    expected = ((x, y), (y, z), (x, z), (x, z))
+    for arguments, (tensor, other) in zip(launched, expected, strict=True):
         # Triton 3.9 hands on a kernel's arguments as one.
         last = arguments[-1] if isinstance(arguments[-1], tuple | list) else arguments[-4:]
-        assert (*arguments[:5], *last) == (5, 1, 1, 7, 3, tensor.data_ptr(), None, z.data_ptr(), 70)
+        facts = (5, 1, 1, 7, 3)
+        assert (*arguments[:5], *last) == (*facts, tensor.data_ptr(), None, other.data_ptr(), 70)
 
 
 @pytest.mark.parametrize("impl", ["triton", "tiled"])

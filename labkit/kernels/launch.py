@@ -7,7 +7,7 @@ which takes the host several times as long as the launch itself.
 import copy
 import functools
 from collections.abc import Callable
-from types import CellType, FunctionType
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -69,31 +69,21 @@ def current_stream() -> int:
     return driver.active.get_current_stream(driver.active.get_current_device())
 
 
-def handed_on(compiled, grid: tuple[int, ...], stream: int, arguments: tuple) -> tuple:
-    """Returns the function in C that Triton launches a compiled kernel by, and what Triton hands it
-    for these arguments, tile descriptors as tensor maps and no hooks. Triton 3.6 to 3.9 let it.
+def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks
+    and calls none. Tiles are handed to it encoded. Triton 3.6 to 3.9 let it.
     """
     run = copy.copy(compiled.run)
-    recorded = []
     launcher = run.launch
-    run.launch = lambda *handed: recorded.append(handed)
     if isinstance(launcher, FunctionType):
         # It encodes tiles, and then calls what it holds by the name of `launcher`.
-        code = launcher.__code__
-        cells = dict(zip(code.co_freevars, launcher.__closure__, strict=True))
-        encode = {**cells, "launcher": CellType(run.launch)}
-        run.launch = FunctionType(code, launcher.__globals__, closure=tuple(encode.values()))
-        launcher = cells["launcher"].cell_contents
-    run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-    return launcher, recorded[0]
-
-
-def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Returns what launches a compiled kernel without tile descriptors like `compiled[grid]`, but
-    gathers nothing for hooks and calls none.
-    """
-    launcher, (*before, last) = handed_on(compiled, grid, 0, ("the only argument",))
-    facts = before[4:]  # behind the grid and the stream
+        names = launcher.__code__.co_freevars
+        launcher = launcher.__closure__[names.index("launcher")].cell_contents
+    recorded = []
+    run.launch = lambda *handed: recorded.extend(handed)
+    facts = (compiled.function, compiled.packed_metadata, None, None, None)
+    run(*grid, 0, *facts, "the only argument")
+    *facts, last = recorded[4:]  # behind the grid and the stream
     if isinstance(last, tuple):  # Triton 3.9 hands the arguments on as one
         return lambda *arguments: launcher(*grid, current_stream(), *facts, arguments)
     return lambda *arguments: launcher(*grid, current_stream(), *facts, *arguments)

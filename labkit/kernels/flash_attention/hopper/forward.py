@@ -94,13 +94,12 @@ FORWARD_SHORT = FORWARD | {64: {"STAGES": 4, "CONSUMERS": 2}}
 # pays while tiles are short (18 % at 1,024 keys). Others are given out evenly, and when long by the
 # hardware's own queue. Causal tiles are of all lengths and come longest first: from so many keys on
 # the hardware gives each to the first multiprocessor that is free, or, with more than so many for
-# each, programs take theirs from a counter (5 % at 4,096 keys, 8 % at 16,384, 9 % at 1,536). A
-# program takes one tile ahead, which with few of them is too soon (1, 8, 4096, 128: 74 us, not 57).
-# Below so many keys it did not earn the launch that the counter cost when this was measured.
+# each, programs take theirs from a counter (8 % at 384 keys, 9 % at 1,536, 5 % at 4,096, 8 % at
+# 16,384; −2 to 4 % at 128 to 256). A program takes one tile ahead, which with few of them is too
+# soon (1, 8, 4096, 128: 74 us, not 57).
 PERSISTENT_UNTIL = 8192
 QUEUE_FROM = 2048
 DYNAMIC_FROM = 3
-DYNAMIC_FROM_KEYS = 512
 
 
 @shared_by_warps
@@ -525,7 +524,7 @@ def plan(
     section = even_section(num_key_heads, max(min(programs // SHARERS, fit), enough))
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
-    dynamic = causal and num_keys >= DYNAMIC_FROM_KEYS and num_tiles > DYNAMIC_FROM * programs
+    dynamic = causal and num_tiles > DYNAMIC_FROM * programs
     persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
     numbers = (

@@ -10,11 +10,12 @@ settled here, and `not_loading` of ../tiles.py says whether the kernels load wit
 one.
 """
 
+import copy
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from triton.backends.nvidia import driver
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 from labkit.kernels.flash_attention.plan import Layout
-from labkit.kernels.launch import REMEMBERED, Launch, current_stream, handed_on
+from labkit.kernels.launch import REMEMBERED, Launch
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -414,12 +415,11 @@ def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
     return described_as((num_elements,), (1,), torch.float32, (num_rows,))
 
 
-class TileLaunch:
+class TileLaunch(Launch):
     """The launch of a kernel whose first parameters are tiles: called with all of its tensors.
 
     Tiles are described to the device by tensor maps, up to 14 a launch, which Triton encodes anew
-    in every call. Of fixed layouts they depend on the addresses alone, which recur from step to
-    step: what was handed to the launch is kept.
+    in every call. Of a fixed layout a map depends on the address alone: a tensor's are kept by it.
     """
 
     def __init__(
@@ -434,37 +434,50 @@ class TileLaunch:
         """`tiles`: of each of the first tensors, the descriptions that the kernel takes."""
         registers = CONSUMER_REGISTERS[consumers]
         options = {"num_warps": 4, "maxnreg": START_REGISTERS[consumers], "REGISTERS": registers}
-        self.launch = Launch(kernel, grid, constants | options, numbers)
+        super().__init__(kernel, grid, constants | options, numbers)
         self.tiles = tiles
-        self.launcher = None
-        self.handed: dict[tuple[int | None, ...], tuple] = {}
+        # What Triton knows of each tile, once the kernel is compiled.
+        self.facts: list[list] = []
+        self.encoded: list[dict[int, list]] = [{} for _ in tiles]
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        if self.launch.compiled is None:
-            self.launch(*self._placed(tensors), *tensors[len(self.tiles) :])
+        """The tensors that come in tiles start on 16-byte boundaries."""
+        num_tiled = len(self.tiles)
+        arguments = []
+        if self.compiled is None:
+            for x, tiles in zip(tensors, self.tiles, strict=False):
+                arguments += _placed(x, tiles)
+            super().__call__(*arguments, *tensors[num_tiled:])
             return
-        addresses = (current_stream(), *[None if x is None else x.data_ptr() for x in tensors])
-        handed = self.handed.get(addresses)
-        if handed is None:
-            if len(self.handed) >= REMEMBERED:
-                self.handed.clear()
-            others = addresses[1 + len(self.tiles) :]
-            arguments = (*self._placed(tensors), *others, *self.launch.last)
-            facts = (self.launch.compiled, self.launch.grid, addresses[0])
-            self.launcher, handed = handed_on(*facts, arguments)
-            self.handed[addresses] = handed
-        self.launcher(*handed)
+        if not self.facts:
+            facts = iter(self.compiled.metadata.tensordesc_meta)
+            self.facts = [[tile and next(facts) for tile in tiles] for tiles in self.tiles]
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        for place, encoded in enumerate(self.encoded):
+            address = addresses[place]
+            if address not in encoded:
+                if len(encoded) >= REMEMBERED:
+                    encoded.clear()
+                tiles = _placed(tensors[place], self.tiles[place])
+                encoded[address] = _encode(tiles, self.facts[place])
+            arguments += encoded[address]
+        super().__call__(*arguments, *addresses[num_tiled:])
 
-    def _placed(self, tensors: Sequence[Tensor | None]) -> list[TensorDescriptor | None]:
-        """Returns tiles of tensors that start on 16-byte boundaries; Triton's checks take longer
-        than a launch.
-        """
-        placed = []
-        for x, descriptions in zip(tensors, self.tiles, strict=False):
-            for tiles in descriptions:
-                descriptor = None
-                if tiles is not None:
-                    descriptor = object.__new__(TensorDescriptor)
-                    descriptor.__dict__.update(tiles.__dict__, base=x)
-                placed.append(descriptor)
-        return placed
+
+def _placed(x: Tensor, tiles: tuple) -> list[TensorDescriptor | None]:
+    """Returns a tensor's tiles, without Triton's checks, which take longer than a launch."""
+    placed = [copy.copy(tile) for tile in tiles]
+    for tile in placed:
+        if tile is not None:
+            tile.base = x
+    return placed
+
+
+def _encode(tiles: list[TensorDescriptor | None], facts: list) -> list:
+    """Returns what Triton hands to a launch for tiles."""
+    # From Triton 3.8 on it takes a third argument, which it does not use.
+    unused = (None,) * (driver.make_tensordesc_arg.__code__.co_argcount - 2)
+    encoded = []
+    for tile, fact in zip(tiles, facts, strict=True):
+        encoded += [None] if tile is None else driver.make_tensordesc_arg(tile, fact, *unused)
+    return encoded
