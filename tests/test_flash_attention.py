@@ -29,6 +29,7 @@ from torch import Tensor
 from triton.backends.nvidia import driver
 
 from labkit.kernels import flash_attention as fa
+from labkit.kernels import launch as kernel_launch
 from labkit.kernels.flash_attention import (
     FlashAttention,
     TiledFlashAttention,
@@ -42,7 +43,6 @@ from labkit.kernels.flash_attention.hopper import forward, one_pass
 from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.triton import STATISTICS_PADDING, split_head_dim
-from labkit.kernels.launch import unhooked
 from labkit.kernels.reference import _scores, attention_reference, repeat_heads
 from labkit.numerics import judge
 
@@ -531,20 +531,20 @@ def test_what_is_handed_to_a_launch_for_tiles_is_kept_by_their_address():
         return types.SimpleNamespace(run=run, function=3, packed_metadata=4, metadata=metadata)
 
     signature = {0: "tensordesc<fp16[1, 1, 64, 64]>", 1: "constexpr", 2: "*fp32", 3: "i32"}
-    device = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 7)
     x, y, z = (torch.zeros((1, 2, 70, 64), dtype=torch.float16) for _ in range(3))
     tiles = [hopper_tiles.tiles_of(plans.layout_of(x), 64, 0)]
     kernel = types.SimpleNamespace(arg_names=())
     tile_launch = hopper_tiles.TileLaunch(kernel, (5,), tiles, (70,), {}, consumers=2)
     with (
         mock.patch.object(driver, "make_tensordesc_arg", encode),
-        mock.patch.object(triton.runtime.driver, "_active", device),
+        mock.patch.object(triton.runtime.driver, "_active", object()),
+        mock.patch.object(kernel_launch, "current_stream", lambda: 7),
     ):
         wrapped = driver.wrap_handle_tensordesc(launcher, signature, [{}])
         tile_launch.compiled = compiled(wrapped)
         for tensor, other in ((x, y), (y, z), (x, z)):
             tile_launch(tensor, other)
-        unhooked(compiled(launcher), (5, 1, 1))(x.data_ptr(), None, z.data_ptr(), 70)
+        kernel_launch.unhooked(compiled(launcher), (5, 1, 1))(x.data_ptr(), None, z.data_ptr(), 70)
     assert encoded == [tensor.data_ptr() for tensor in (x, y)]
     expected = ((x, y), (y, z), (x, z), (x, z))
     for arguments, (tensor, other) in zip(launched, expected, strict=True):

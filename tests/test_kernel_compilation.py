@@ -133,6 +133,7 @@ def compile_plan(
             (plan, "_is_elsewhere", lambda _: False),
             *((one, "num_multiprocessors", lambda _: programs) for one in (forward, one_pass)),
             (forward, "l2_cache_bytes", lambda _: 50 << 20),
+            (forward, "current_stream", lambda: 0),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (plan.Layout, "empty", on_meta),
         ):

@@ -12,7 +12,6 @@ from types import FunctionType
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from triton.runtime import driver
 
 REMEMBERED = 1024
 """Shapes and layouts whose launches each kind of call keeps."""
@@ -66,7 +65,8 @@ class Launch:
 
 
 def current_stream() -> int:
-    return driver.active.get_current_stream(driver.active.get_current_device())
+    """Returns the handle of the current GPU's current stream."""
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
 def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -492,6 +492,8 @@ class FlashAttention(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, impl: str = "triton"
     ) -> Tensor:
+        # Of a view like conj().imag the sign is kept apart.
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
         inputs = (q, k, v, None, None)
         ctx.options = (None, -1, 0 if is_causal else -1, "auto", impl)
         out, lse = plan_of(*inputs, *ctx.options).forward(*inputs)

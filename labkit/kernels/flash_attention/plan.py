@@ -47,7 +47,7 @@ empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 
 class Layout(NamedTuple):
     """What a launch depends on of a tensor: all but its address, of which whether it is a multiple
-    of 16 bytes; and whether it is a view whose numbers PyTorch negates when they are read.
+    of 16 bytes.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,6 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     on_boundary: bool
-    is_negated: bool = False
 
     def as_4d(self, packed: bool) -> "Layout":
         """(B, S, D) as (B, 1, S, D), and a packed (total, H, D) as (1, H, total, D)."""
@@ -85,7 +84,7 @@ class Layout(NamedTuple):
     def contiguous(self) -> "Layout":
         """What `Tensor.contiguous` copies to."""
         strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        return self._replace(strides=strides, on_boundary=True, is_negated=False)
+        return self._replace(strides=strides, on_boundary=True)
 
     def of_rows(self) -> "Layout":
         """Dense statistics of the rows, fp32."""
@@ -100,7 +99,7 @@ class Layout(NamedTuple):
 
 def facts_of(x: Tensor) -> tuple:
     """Returns the fields of a tensor's layout, which a plain tuple holds in half the time."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, x.is_neg()
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
 
 
 def layout_of(x: Tensor) -> Layout:
@@ -401,15 +400,14 @@ def _triton_backward(
 
 def _is_copied(call: Call, x: Layout) -> bool:
     """Whether the kernels read a dense copy of an input: its columns lie apart, or its rows too
-    far, or they start off 16-byte boundaries without need, or are negated; TMA also wants distances
-    to be positive.
+    far, or they start off 16-byte boundaries without need; TMA also wants distances to be positive.
     """
     elements = 16 // x.dtype.itemsize
     off_boundaries = x.shape[-1] % elements == 0 and alignment_of(x) == 1
     row_stride = x.as_4d(call.packed).strides[2]
     is_apart = x.strides[-1] != 1 or row_stride >= FAR_APART
     is_expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.strides, strict=True))
-    return is_apart or off_boundaries or x.is_negated or (call.impl == "gluon" and is_expanded)
+    return is_apart or off_boundaries or (call.impl == "gluon" and is_expanded)
 
 
 def _read(
@@ -432,7 +430,7 @@ def _read(
 
 def _is_elsewhere(device_index: int | None) -> bool:
     """Whether a GPU is not the current one, on which memory is allocated and Triton launches."""
-    return device_index is not None and device_index != torch.cuda.current_device()
+    return device_index is not None and device_index != torch._C._cuda_getDevice()
 
 
 class Plan:
