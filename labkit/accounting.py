@@ -180,7 +180,7 @@ class _Pass:
         # What a block keeps up to the scores: the norm, q, k and v, the copies they were made from.
         attention_copies = copy * (3 * stream + 3 * d * d + rotary)
         self.attention_part_bytes = norm + 3 * element * stream + attention_copies
-        if self.loss_in_chunks:
+        if self.loss_in_chunks and config.vocab_size:
             # The gradients of hidden states and head, made in the forward pass, and one chunk.
             vocabulary = config.vocab_size
             self.logits = 0
