@@ -295,6 +295,9 @@ class Check(NamedTuple):
     disables: str
 
 
+MEASURING = "measuring anything; `labkit report` still works"
+"""What needs triton and torch."""
+
 LEAST_MEMORY_BYTES = 16e9
 """Of a GPU: below, many cases of the full profile do not fit."""
 
@@ -304,11 +307,7 @@ def parts(device: Device) -> list[Check]:
     absence disables says what runs instead.
     """
     rows = [
-        _part(
-            "triton",
-            software_versions()["triton"],
-            "measuring anything; `labkit report` still works",
-        ),
+        _part("triton", software_versions()["triton"], MEASURING),
         _part(
             "C compiler",
             _first_of(os.environ.get("CC", "cc"), "gcc", "clang"),
@@ -398,8 +397,7 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
     try:
         import torch
     except ImportError as error:
-        lack = "measuring anything; `labkit report` still works"
-        return [Check("torch", False, str(error), lack)]
+        return [Check("torch", False, str(error), MEASURING)]
     device = detect()
     is_cuda = device.kind == "cuda"
     quota = cpu_quota()
