@@ -132,6 +132,9 @@ def test_where_several_gpus_alone_are_measured_the_report_makes_its_folder(tmp_p
     shutil.copytree(FIGURES / several, tmp_path / several)
     (page,) = render.rebuild(REFERENCE_DEVICE, output=tmp_path)
     assert page == tmp_path / REFERENCE_DEVICE / "report.md"
+    # What runs on one GPU is measured there, and is not missing here.
+    together = FIGURES / f"4x-{REFERENCE_DEVICE}" / "report.md"
+    assert "`labkit run 0" not in together.read_text(encoding="utf-8")
 
 
 def made(root: Path) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from labkit.records import (
     measured_devices,
     read_done,
     read_environment,
+    single,
     write_bytes_atomic,
     write_text_atomic,
 )
@@ -41,8 +42,8 @@ def rebuild(
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
-    A notebook without records is not executed: its chapter says that it was not measured. A CPU's
-    report is one page.
+    A notebook without records is not executed: its chapter says that it was not measured. A page
+    of several GPUs has what they measured together alone. A CPU's report is one page.
 
     Args:
         device: slug, a folder of DIR; its report.md and figures are written there.
@@ -111,11 +112,14 @@ def _report(
     else:
         keyed = {}
         for name in notebooks.names():
-            text = f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
-            body = f"## {notebooks.title(name)}\n\n{text}"
             if name in chapters:
                 body, named = _chapter_markdown(executed[name], chapters[name].folder.name)
                 keyed |= named
+            elif single(folder.name) == folder.name:
+                text = f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
+                body = f"## {notebooks.title(name)}\n\n{text}"
+            else:  # it runs on one GPU and stands in that GPU's report
+                continue
             bodies.append(body)
         first = card.page(chapters, keyed)
     last = [compare.others(chapters, folder.parent), card.provenance(chapters)]
