@@ -6,7 +6,7 @@ from labkit.report.frame import ok_rows, pivot, select, usable
 
 EXACT = [
     (
-        "rounded sums that stall where predicted",
+        "rounded sums stall where predicted",
         "03_mixed_precision",
         "accumulation",
         "stall_measured",
@@ -42,8 +42,7 @@ def page(chapters: Chapters) -> str:
     steps = ok_rows(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
     sections = {"What is exact": "\n".join(exact_lines(chapters))}
     if len(roofs):
-        table = roofs[["roof", "burst"]].rename(columns={"burst": "measured"})
-        sections["Roofs"] = tables.to_markdown(table)
+        sections["Roofs"] = tables.to_markdown(roofs[["roof", "burst", "sustained"]])
     if len(steps):
         context = steps["context"].max()
         table = tables.to_markdown(pivot(select(steps, context=context), "size", "precision"))
