@@ -118,7 +118,7 @@ def test_a_chapter_alone_makes_a_page_that_says_what_is_missing(folder, monkeypa
     assert page.startswith("# A transformer measured on NVIDIA H200")
     assert page.count("*Not measured; `labkit run") == len(notebooks.names()) - 1
     assert "Will it fit?" in page and "Which attention?" not in page
-    assert "not recorded: 7 of 01.**" in page
+    assert "not recorded: 7 of chapter 01.**" in page
     with pytest.raises(ValueError, match=f"'abacus'.*measured: {REFERENCE_DEVICE}"):
         render.rebuild("abacus", output=folder.parent)
     done.write_text('{"num_missing": ""}')

@@ -106,7 +106,7 @@ def call_range(profiles: pd.DataFrame, *frames: pd.DataFrame, **case) -> pd.Data
 
 
 def repeats(differences: pd.DataFrame) -> Figure:
-    """Draws how far each row of another session lies from the first, a dot a row, by kind of
+    """Draws how far each row of another session lies from the first, one dot per row, by kind of
     time.
     """
     figure, axis = figures.panel(height=2.6)
@@ -122,6 +122,7 @@ def repeats(differences: pd.DataFrame) -> Figure:
     ticks = {0.001: "≤ 0.1 %"} | {end: percent(end) for end in (0.01, 0.05, 0.1, 1)}
     axis.set_xticks(list(ticks), ticks.values())
     axis.set_yticks(range(len(kinds)), kinds)
+    axis.invert_yaxis()
     axis.set_xlabel("slower than the faster of two sessions by")
     return figure
 

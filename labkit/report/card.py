@@ -70,7 +70,7 @@ PROVENANCE = "How the numbers are made"
 
 DEFINITIONS = f"""\
 - *Device time*: the kernels alone, replayed from one CUDA graph or summed from a profile.
-- *Sustained*: back to back for a second or more, after as long of it, at the clocks that the \
+- *Sustained*: back to back for a second or more, after a warm-up as long, at the clocks that the \
 power limit leaves. ~ marks clocks that still changed. A share of a roof is of its session's own.
 - *Call time*: what a program waits for, host included.
 - A is r× as fast as B: r is B's time ÷ A's. A takes r× the memory of B: r is A's bytes ÷ B's.

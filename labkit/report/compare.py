@@ -424,7 +424,7 @@ def others(chapters: Chapters, root: Path) -> str:
         return ""
     frame = pd.DataFrame(lines).fillna("–")
     return (
-        f"## Other devices\n\n{tables.to_markdown(frame)}\n\nTimes as fast as this device, in the "
-        f"median row; all rows: `labkit compare {base} NAME`."
+        f"## Other devices\n\n{tables.to_markdown(frame)}\n\nTimes as fast as this device, roofs "
+        f"sustained, times in the median row; all rows: `labkit compare {base} NAME`."
         + (f" Several GPUs together: {listing(several)}." if several else "")
     )

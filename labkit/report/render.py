@@ -42,8 +42,8 @@ def rebuild(
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
-    A notebook without records is not executed: its chapter says that it was not measured. A page
-    of several GPUs has what they measured together alone. A CPU's report is one page.
+    A notebook without records is not executed: its chapter says that it was not measured; a page of
+    several GPUs leaves it out. A CPU's report is one page.
 
     Args:
         device: slug, a folder of DIR; its report.md and figures are written there.
@@ -171,14 +171,14 @@ def _unfinished(chapters: Chapters) -> list[str]:
         done = read_done(chapter.folder, name)
         if "num_missing" not in done:
             warnings.append(
-                f"**{name} did not run to its end: what follows is what was recorded before it "
-                "stopped.**"
+                f"**Chapter {name[:2]} did not run to its end and shows what was recorded before "
+                "it stopped.**"
             )
             continue
         if done.get("profile") == "quick":
             quick.append(name[:2])
         if done["num_missing"]:
-            missing.append(f"{done['num_missing']:,} of {name[:2]}")
+            missing.append(f"{done['num_missing']:,} of chapter {name[:2]}")
     if missing:
         warnings.append(f"**Measurements of the grid not recorded: {listing(missing)}.**")
     if quick:
