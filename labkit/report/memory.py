@@ -76,8 +76,8 @@ def parts(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) ->
         "fp32": only(peaks, precision="fp32", **short),
         "autocast": only(peaks, precision="bf16", **short),
         "pure bf16": only(precisions, precision="bf16_pure", **short),
-        "FlashAttention,\n2,048": only(plans, plan="none", **long),
-        "recomputed,\n2,048": only(plans, plan="1", **long),
+        "FlashAttention,\nautocast,\n2,048": only(plans, plan="none", **long),
+        "+ recomputed,\nautocast,\n2,048": only(plans, plan="1", **long),
     }
     rows = {}
     for way, row in ways.items():
