@@ -366,7 +366,7 @@ def _provenance_line(chapters: Chapters) -> str:
         f"{gpu['power_limit_w']:.0f} W" if gpu.get("power_limit_w") else "",
         versions_of("torch", records),
         count(len({record.session for record in records} - {""}), "session"),
-        dates_of(records) or "–",
+        dates_of(records),
     ]
     return f"{' · '.join(filter(None, parts))}. [{PROVENANCE}](#{anchor(PROVENANCE)})."
 

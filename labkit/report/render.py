@@ -111,15 +111,14 @@ def _report(
         first = smoke.page(chapters)
     else:
         keyed = {}
-        for name in notebooks.names():
+        # What one of several GPUs runs stands in its own report.
+        is_one = single(folder.name) == folder.name
+        for name in notebooks.names() if is_one else chapters:
+            text = f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
+            body = f"## {notebooks.title(name)}\n\n{text}"
             if name in chapters:
                 body, named = _chapter_markdown(executed[name], chapters[name].folder.name)
                 keyed |= named
-            elif single(folder.name) == folder.name:
-                text = f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
-                body = f"## {notebooks.title(name)}\n\n{text}"
-            else:  # it runs on one GPU and stands in that GPU's report
-                continue
             bodies.append(body)
         first = card.page(chapters, keyed)
     last = [compare.others(chapters, folder.parent), card.provenance(chapters)]
