@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit.kernels.attention import IMPLS, SDPA_BACKENDS, attention, unavailable_reason
-from labkit.kernels.reference import attention_reference
+from labkit.kernels.reference import _scores, attention_backward, attention_reference
 
 SHAPES = {
     "even": ((2, 3, 64, 16), 64),
@@ -122,3 +122,12 @@ def test_sdpa_is_refused_where_its_mask_is_another():
     for impl in ("sdpa", *SDPA_BACKENDS):
         with pytest.raises(ValueError, match="top left, which differs for 30 queries and 47 keys"):
             attention(q, k, v, causal=True, impl=impl)
+
+
+def test_a_query_without_a_key_passes_no_gradient_on():
+    q, *keys, grad_out = draw("odd", torch.float64)
+    k, v = (x[..., :50, :] for x in keys)
+    out = attention_reference(q, k, v, causal=True)
+    lse = _scores(q, k, True, None, None)[0].logsumexp(-1)
+    grads = attention_backward(q, k, v, out, lse, grad_out, True)
+    torch.testing.assert_close(grads, torch.autograd.grad(out, (q, k, v), grad_out))

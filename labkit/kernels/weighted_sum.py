@@ -35,11 +35,11 @@ def weighted_sum_fwd_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """One program sums BLOCK_N rows, a BLOCK_D-wide tile at a time, in fp32."""
+    # int64: rows · dim passes 2³¹ elements on a large x.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in range(0, dim, BLOCK_D):
-        # int64: rows · dim passes 2³¹ elements on a large x.
-        cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
+        cols = start + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
         x = load_fp32(x_ptr + rows[:, None] * dim + cols[None, :], inside)
         weight = load_fp32(weight_ptr + cols, cols < dim)[None, :]
@@ -65,7 +65,7 @@ def weighted_sum_bwd_kernel(
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     grad_y = load_fp32(grad_y_ptr + rows, rows < num_rows)[:, None]
     for start in range(0, dim, BLOCK_D):
-        cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
+        cols = start + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
         place = rows[:, None] * dim + cols[None, :]
         x = load_fp32(x_ptr + place, inside)
