@@ -8,9 +8,9 @@ K of the rows count; of the others, whose target is −100, loss and ∂x are 0.
 anything is rounded, so that an offset common to all logits of a row changes nothing.
 
 Of logits: one program reads a row once, with a running maximum and sum (online softmax); backward
-reads it again and writes ∂x, if asked over the logits. With the head, x = h Wᵀ is made for a chunk
-of rows at a time, one kernel turns it into losses and K ∂x in place, and the products K ∂h = K ∂x W
-and K ∂W = K ∂xᵀ h follow at once: 6·N·V·C FLOPs, the memory of one chunk.
+reads it again and writes ∂x. With the head, x = h Wᵀ is made for a chunk of rows at a time, one
+kernel turns it into losses and K ∂x in place, and the products K ∂h = K ∂x W and K ∂W = K ∂xᵀ h
+follow at once: 6·N·V·C FLOPs, the memory of one chunk.
 
 Shape suffixes: N rows, C d_model, V vocabulary.
 
@@ -118,7 +118,7 @@ def cross_entropy_bwd_kernel(
     num_columns,
     BLOCK: tl.constexpr,
 ):
-    """One program computes a block of a row of ∂x; grad may be the logits."""
+    """One program computes a block of a row of ∂x."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(grad_loss_ptr).to(tl.float32) / tl.load(num_counted_ptr)
     maximum, log_sum = tl.load(rows_ptr + 4 * row + 2), tl.load(rows_ptr + 4 * row + 3)

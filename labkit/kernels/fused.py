@@ -172,9 +172,8 @@ def first_order(name: str) -> Callable:
         def refusing(ctx, *grads):
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
-            # Before backward, which may write over what it was saved. Whether one requires a
-            # gradient is not asked: a tensor that only an outer transform of torch.func
-            # differentiates by denies it.
+            # Whether one requires a gradient is not asked: a tensor that only an outer transform of
+            # torch.func differentiates by denies it.
             sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor)]
             with torch.no_grad():
                 gradients = backward(ctx, *grads)
