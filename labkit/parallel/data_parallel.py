@@ -161,14 +161,23 @@ class GradientBuckets:
 
         Raises RuntimeError where this rank has not used a parameter.
         """
-        for bucket in self._buckets[self._next :]:
-            if any(p.grad is None for p in bucket.params):
+        left = self._buckets[self._next :]
+        try:
+            if any(p.grad is None for bucket in left for p in bucket.params):
                 raise RuntimeError(UNUSED)
-            self._send(bucket)
-            if one_by_one:
-                bucket.work.wait()
+            for bucket in left:
+                self._send(bucket)
+                if one_by_one:
+                    bucket.work.wait()
+        finally:
+            self.reset()
+
+    def reset(self) -> None:
+        """Waits for what is on its way; the next gradients are those of another backward pass."""
         for bucket in self._buckets:
-            bucket.work.wait()
+            if bucket.work:
+                bucket.work.wait()
+            bucket.work = None
             bucket.waiting_for = set(bucket.params)
         self._next = 0
 

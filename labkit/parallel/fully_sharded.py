@@ -366,20 +366,26 @@ class FullyShardedDataParallel(Wrapper):
         """To call after backward and before the optimizer: from then on every `grad` is the ranks'
         average.
         """
-        for weight in self._weights:
+        try:
             # Another rank's gradients would be added to those of another weight.
-            if weight.full.requires_grad and not weight.has_gradient:
+            if any(w.full.requires_grad and not w.has_gradient for w in self._weights):
                 raise RuntimeError(UNUSED)
-            weight.has_gradient = False
-            self._reduce(weight.layer)
-        while self._reducing:
-            self._finish_oldest()
-        self._replicated.finish()
-        for vector in self._vectors:
-            if vector.full.grad is not None:
-                vector.add_gradient(vector.full.grad)
-                vector.full.grad = None
-        self._free_all()
+            for weight in self._weights:
+                self._reduce(weight.layer)
+            self._replicated.finish()
+            for vector in self._vectors:
+                if vector.full.grad is not None:
+                    vector.add_gradient(vector.full.grad)
+        finally:
+            while self._reducing:
+                self._finish_oldest()
+            self._replicated.reset()
+            for weight in self._weights:
+                weight.has_gradient = False
+                weight.layer.arrived = []
+            for parameter in (*self._weights, *self._vectors):
+                parameter.full.grad = None
+            self._free_all()
 
     @torch.no_grad()
     def _gather(self, layer: _Layer) -> None:
