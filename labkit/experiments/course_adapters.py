@@ -5,7 +5,6 @@ and results are the course's.
 """
 
 import functools
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,10 @@ class get_fsdp(FullyShardedDataParallel):  # noqa: N801
     and a `foreach` optimizer, the default on a GPU, takes no DTensors beside them.
     """
 
+    # The tests' norms compute with fp32 weights, and another rounding of what comes before a ReLU
+    # is another gradient where it changes a sign.
+    _casts_vectors = False
+
     def _sharded(self, module: nn.Module) -> dict:
         parameters = super()._sharded(module)
         for parameter in parameters.values():
@@ -45,12 +48,6 @@ class get_fsdp(FullyShardedDataParallel):  # noqa: N801
             held._local_tensor, held.num_rows = held.data, len(whole)
             parameter.add_gradient = functools.partial(_add_gradient, held)
         return parameters
-
-    def _dtype_of(self, layer: Any) -> torch.dtype | None:
-        """The tests' norms compute with fp32 weights, and another rounding of what comes before a
-        ReLU is another gradient where it changes a sign.
-        """
-        return self.compute_dtype if layer.weights else None
 
 
 def _add_gradient(p: nn.Parameter, gradient: Tensor) -> None:

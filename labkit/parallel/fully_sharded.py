@@ -64,6 +64,7 @@ class _Parameter:
 
     def __init__(self, name: str, parameter: nn.Parameter, values: Tensor):
         self.full = parameter
+        self.has_gradient = False  # of a weight, in this backward pass
         self.outer = nn.Parameter(values)
         self.outer.register_post_accumulate_grad_hook(functools.partial(_refuse_use_outside, name))
         self.outer.requires_grad_(parameter.requires_grad)
@@ -119,7 +120,6 @@ class _Weight(_Parameter):
         self.layer: _Layer | None = None
         self.works: list[Any] = []
         self.sources: Sequence[Tensor] = ()  # each rank's chunk, where they are copied
-        self.has_gradient = False
         self.free()
 
     def unpadded(self, chunk: Tensor) -> Tensor:
@@ -185,14 +185,12 @@ class _Layer:
 
     Attributes:
         uses: (module, the name under which it uses a parameter, this).
-        arrived: weights with a gradient to be sent.
     """
 
     def __init__(self, uses: list[tuple], is_lookup: bool = False):
         self.uses = uses
         weights = [parameter for _, _, parameter in uses if isinstance(parameter, _Weight)]
         self.weights = list(dict.fromkeys(weights))
-        self.arrived: list[_Weight] = []
         # The gradient of a lookup does not read the table.
         self.backward_reads = bool(weights) and not is_lookup
         for weight in self.weights:
@@ -201,6 +199,11 @@ class _Layer:
     def versions(self) -> list[int]:
         """Returns how often each parameter has been written."""
         return [parameter.outer._version for _, _, parameter in self.uses]
+
+    def owned(self, x: Tensor) -> Tensor:
+        """Returns a tensor as it is, or a copy where it lies in the memory of a weight."""
+        is_lent = any(torch._C._is_alias_of(x, weight.full) for weight in self.weights)
+        return x.clone() if is_lent else x
 
     def show_outer(self) -> None:
         """Puts the DTensors into their places."""
@@ -245,6 +248,9 @@ class FullyShardedDataParallel(Wrapper):
     module than its own uses outside of a unit, and as `Wrapper`.
     """
 
+    # Layers without a matrix compute in `compute_dtype` too.
+    _casts_vectors = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -268,7 +274,7 @@ class FullyShardedDataParallel(Wrapper):
         self._weights: list[_Weight] = []
         self._vectors: list[_Parameter] = []
         parameters = self._sharded(module)
-        self._peers = _PeerShards(self._weights) if transport == "copy" else None
+        self._peers = _PeerShards(self._weights) if transport == "copy" and self._weights else None
         self._hook(module, parameters)
         self.symmetric_bytes = 0
         if self._peers:
@@ -279,11 +285,11 @@ class FullyShardedDataParallel(Wrapper):
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
             self.symmetric_bytes = self._peers.buffer.nbytes + self._staging.buffer.nbytes
-        self._replicated = GradientBuckets(
+        self._buckets = GradientBuckets(
             [vector.full for vector in self._vectors],
             25 * MB,
             overlap=True,
-            transport="collective" if self._peers else transport,
+            transport="collective" if transport == "copy" else transport,
         )
         self._wrapped = self._parameters_now()
 
@@ -372,18 +378,16 @@ class FullyShardedDataParallel(Wrapper):
                 raise RuntimeError(UNUSED)
             for weight in self._weights:
                 self._reduce(weight.layer)
-            self._replicated.finish()
+            self._buckets.finish()
             for vector in self._vectors:
                 if vector.full.grad is not None:
                     vector.add_gradient(vector.full.grad)
         finally:
             while self._reducing:
                 self._finish_oldest()
-            self._replicated.reset()
-            for weight in self._weights:
-                weight.has_gradient = False
-                weight.layer.arrived = []
+            self._buckets.reset()
             for parameter in (*self._weights, *self._vectors):
+                parameter.has_gradient = False
                 parameter.full.grad = None
             self._free_all()
 
@@ -432,7 +436,8 @@ class FullyShardedDataParallel(Wrapper):
         """Returns what a module's call returns, which computes with full parameters."""
         if layer.weights:
             self._use(layer)
-        dtype = self._dtype_of(layer)
+        is_cast = layer.weights or self._casts_vectors
+        dtype = self.compute_dtype if is_cast else None
         for owner, key, parameter in layer.uses:
             # A gathered weight has the dtype already, and stays itself.
             owner._parameters[key] = parameter.full.to(dtype=dtype)
@@ -442,6 +447,8 @@ class FullyShardedDataParallel(Wrapper):
             )
         try:
             output = call(*args, **kwargs)
+            # What lies in a weight's memory would be freed with it.
+            output = tree_map_only(Tensor, layer.owned, output)
         finally:
             layer.show_outer()
             # Recomputed in backward: its own backward comes next. Used again at once: it stays.
@@ -458,10 +465,6 @@ class FullyShardedDataParallel(Wrapper):
                 leaves, lambda _: self._before_backward(layer, versions, is_outer), mode="any"
             )
         return output
-
-    def _dtype_of(self, layer: _Layer) -> torch.dtype | None:
-        """Returns what a layer computes in, None for as its parameters and inputs are."""
-        return self.compute_dtype
 
     def _before_backward(self, layer: _Layer, versions: list[int], is_outer: bool) -> None:
         """Gathers a layer; sends the gradients of the one whose turn is then over, and frees it.
@@ -485,13 +488,11 @@ class FullyShardedDataParallel(Wrapper):
         if weight.has_gradient:
             raise RuntimeError(SECOND_BACKWARD)
         weight.has_gradient = True
-        weight.layer.arrived.append(weight)
 
     def _reduce(self, layer: _Layer) -> None:
-        weights = layer.arrived
+        weights = [weight for weight in layer.weights if weight.full.grad is not None]
         if not weights:
             return
-        layer.arrived = []
         pairs = [weight.take_gradient() for weight in weights]
         if self._peers:
             tensors = zip(*pairs, strict=True)
