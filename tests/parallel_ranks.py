@@ -58,9 +58,14 @@ class Boxed(nn.Linear):
         return Output(super().forward(x))
 
 
+class Row(nn.Embedding):
+    def forward(self):
+        return self.weight[0]
+
+
 class Net(nn.Module):
-    """Odd widths, biases, a norm, a buffer, a weight with fewer rows than four ranks, a layer that
-    returns a dataclass; (4,) to (3,).
+    """Odd widths, biases, a norm, a buffer, a weight with fewer rows than four ranks, layers that
+    return a dataclass and a view of their weight; (4,) to (3,).
     """
 
     def __init__(self):
@@ -68,9 +73,11 @@ class Net(nn.Module):
         self.first, self.norm = nn.Linear(4, 11), nn.LayerNorm(11)
         self.second, self.last = Boxed(11, 5, bias=False), nn.Linear(5, 3)
         self.register_buffer("shift", torch.randn(4))
+        self.row = Row(5, 4)
 
     def forward(self, x):
-        return self.last(self.second(torch.tanh(self.norm(self.first(x + self.shift)))).y)
+        x = self.first(x + self.shift * self.row())
+        return self.last(self.second(torch.tanh(self.norm(x))).y)
 
 
 class Tied(nn.Module):
@@ -175,7 +182,7 @@ def check_every_wrapper_trains_as_one_process():
         expected, mine = made(kind), made(kind, dist.get_rank())
         for p in mine.parameters():
             p.data = p.data.t().contiguous().t()  # by columns
-        model = wrappers[name](mine)
+        _, model = OverlappedDataParallel(mine), wrappers[name](mine)
         optimizers = momentum(expected), momentum(model)
         for seed in range(3):
             alone_step(expected, optimizers[0], seed, parts)
@@ -238,6 +245,8 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
         model.module[0](rows(0)).sum().backward()
         with pytest.raises(RuntimeError, match=r"has no gradient on this rank; accepted: all used"):
             model.finish_gradient_synchronization()
+        model(rows(0)).sum().backward()
+        model.finish_gradient_synchronization()
     sharded = FullyShardedDataParallel
     with pytest.raises(RuntimeError) as caught:
         sharded(Readout())(rows(0))
@@ -252,6 +261,8 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
 
 def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
     linear, rank = nn.Linear(2, 2), dist.get_rank()
+    mirrored = nn.Sequential(linear, nn.Linear(2, 2))
+    mirrored[1].weight = nn.Parameter(linear.weight.T)
     sparse = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
     first, *others = parameters(torch.float32)
     optimizer = ShardedOptimizer([first], torch.optim.SGD)
@@ -266,6 +277,8 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
             "transport 'copy' with sent_as; accepted: 'collective'",
         ),
         (lambda: FlatDataParallel(sparse), "^0 makes sparse gradients; accepted: sparse=False"),
+        (lambda: FlatDataParallel(FlatDataParallel(linear)), "is a wrapper; accepted: its module"),
+        (lambda: FlatDataParallel(mirrored), "1.weight has the memory of 0.weight; accepted: one"),
         (lambda: FlatDataParallel(nn.BatchNorm1d(2)), "rank's batches alone; accepted: SyncB"),
         (lambda: FlatDataParallel(nn.InstanceNorm1d(2, track_running_stats=True)), "alone"),
         (

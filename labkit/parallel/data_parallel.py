@@ -97,6 +97,9 @@ class GradientBuckets:
         sent_as: torch.dtype | None = None,
     ):
         self._overlap = overlap
+        # The gradients to come are of a forward pass of this wrapper, and of no other that has the
+        # same parameters.
+        self.is_due = False
         self._next = 0
         self._sent_as = sent_as
         self._group = group_of(transport, "collective", "copy")
@@ -119,16 +122,16 @@ class GradientBuckets:
             self._peers = PeerMemory(max(sizes), only_dtype(params))
 
     def _arrived(self, number: int, p: nn.Parameter) -> None:
+        if not self.is_due:
+            return
         bucket = self._buckets[number]
         if p not in bucket.waiting_for:
             raise RuntimeError(SECOND_BACKWARD)
         bucket.waiting_for.remove(p)
-        while (
-            self._overlap
-            and self._next < len(self._buckets)
-            and not self._buckets[self._next].waiting_for
-        ):
-            self._send(self._buckets[self._next])
+        for ready in self._buckets[self._next :]:
+            if ready.waiting_for or not self._overlap:
+                break
+            self._send(ready)
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
@@ -152,12 +155,9 @@ class GradientBuckets:
         for p, gradient in zip(bucket.params, gradients, strict=True):
             p.grad = gradient
 
-    def finish(self, *, one_by_one: bool = False) -> None:
-        """Sends what is left and waits (on CUDA: has the current stream wait) until all gradients
-        are averages.
-
-        Args:
-            one_by_one: whether each all-reduce ends before the next one starts.
+    def finish(self) -> None:
+        """Sends what is left, without overlap each after the one before, and waits (on CUDA: has
+        the current stream wait) until all gradients are averages.
 
         Raises RuntimeError where this rank has not used a parameter.
         """
@@ -167,7 +167,7 @@ class GradientBuckets:
                 raise RuntimeError(UNUSED)
             for bucket in left:
                 self._send(bucket)
-                if one_by_one:
+                if not self._overlap:
                     bucket.work.wait()
         finally:
             self.reset()
@@ -179,6 +179,7 @@ class GradientBuckets:
                 bucket.work.wait()
             bucket.work = None
             bucket.waiting_for = set(bucket.params)
+        self.is_due = False
         self._next = 0
 
 
@@ -204,10 +205,14 @@ class Wrapper(nn.Module):
     Every rank runs each forward pass. Buffers that it changes are from then on the rank's own. To
     accumulate gradients, call `finish_gradient_synchronization()` after each backward.
 
+    After a backward pass that failed, `finish_gradient_synchronization()` raises, and the next
+    backward pass is as after any other.
+
     Raises ValueError for a module that makes sparse gradients, has a norm with running statistics
-    or an embedding with max_norm and, on every rank alike, parameters or buffers whose names,
-    shapes, dtypes or requires_grad differ from rank 0's; RuntimeError where a parameter is added,
-    replaced, moved, removed, frozen or unfrozen after wrapping; TypeError for a copy.
+    or an embedding with max_norm, is or holds a wrapper, or has two parameters in one memory and,
+    on every rank alike, parameters or buffers whose names, shapes, dtypes or requires_grad differ
+    from rank 0's; RuntimeError where a parameter is added, replaced, moved, removed, frozen or
+    unfrozen after wrapping; TypeError for a copy.
     """
 
     def __init__(self, module: nn.Module):
@@ -225,8 +230,17 @@ class Wrapper(nn.Module):
                     "would keep statistics of this rank's batches alone; "
                     "accepted: SyncBatchNorm, or a norm without running statistics"
                 )
+            if isinstance(inside, Wrapper):
+                refusal = "is a wrapper; accepted: its module"
             if refusal:
                 raise ValueError(f"{name or 'the module'} {refusal}")
+        names: dict[int, str] = {}
+        for name, p in module.named_parameters():
+            first = names.setdefault(p.data_ptr(), name)
+            if p.numel() and first != name:
+                raise ValueError(
+                    f"{name} has the memory of {first}; accepted: one parameter under both names"
+                )
         tensors = dict([*module.named_parameters(), *module.named_buffers()])
         check_ranks_agree(
             [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
@@ -246,7 +260,8 @@ class Wrapper(nn.Module):
         }
 
     def _begin(self) -> None:
-        """To call before each forward pass."""
+        """To call before each forward pass; subclasses average gradients by `_buckets`."""
+        self._buckets.is_due |= torch.is_grad_enabled()
         # What only one of the two has: names that are new or gone, and those of another value.
         changed = dict(self._parameters_now().items() ^ self._wrapped.items())
         if changed:
@@ -279,7 +294,6 @@ class _DataParallel(Wrapper):
 
     _bucket_bytes: float = 0
     _overlap = False
-    _one_by_one = False
 
     def __init__(self, module: nn.Module, **sending: Any):
         super().__init__(module)
@@ -297,13 +311,11 @@ class _DataParallel(Wrapper):
         """To call after backward and before the optimizer: from then on every `grad` is the ranks'
         average.
         """
-        self._buckets.finish(one_by_one=self._one_by_one)
+        self._buckets.finish()
 
 
 class NaiveDataParallel(_DataParallel):
     """One all-reduce a parameter after backward, each waiting for the one before."""
-
-    _one_by_one = True
 
 
 class FlatDataParallel(_DataParallel):
