@@ -131,22 +131,17 @@ an encoder such as BERT, feed-forward layers under other names (OPT, whose embed
 narrower), layers that differ or are run again, two models in one.
 """
 
-GATED = ("silu", "glu", "bitnet", "gemma", "modernbert")
+GATED = ("silu", "swiglu", "bitnet", "gemma", "modernbert")
 """Names of functions that gate, and parts of those of architectures that gate by another one."""
 
-VISION = ("clip_vision_model", "dinov2", "siglip_vision_model", "siglip2_vision_model", "vit")
-"""Vision encoders that are planned."""
-
-TABLES = {
-    "gpt2": "n_positions",
-    "openai-gpt": "n_positions",
-    "gpt_bigcode": "n_positions",
-    "biogpt": "max_position_embeddings",
-    "modernbert-decoder": "hidden_size",
+VISION = {
+    "clip_vision_model": 0,
+    "dinov2": 0,
+    "siglip_vision_model": 12,
+    "siglip2_vision_model": 12,
+    "vit": 1,
 }
-"""By decoder the key that says how many rows its other table has: learned positions, or a square
-matrix before the head.
-"""
+"""By vision encoder the parameters behind its blocks, about so many times the width squared."""
 
 MOST_LAYERS = 10_000
 """The closed form walks through them."""
@@ -184,19 +179,12 @@ def read_config(path: Path) -> ModelConfig:
     for name, value in content.items():
         if value and any(part in name for part in OTHER_ARCHITECTURES):
             refuse(name)
-    hidden = first("intermediate_size", "n_inner", default=4 * width)
-    num_rows = first(TABLES[kind]) if kind in TABLES else 0  # others rotate
+    num_rows = first("n_positions") if kind == "gpt2" else 0  # others rotate
     if kind in VISION:
         patch = first("patch_size")
         side = first("image_size", default=0) // patch
-        # Positions, the values of a patch, and biases of the blocks.
-        num_rows = first("num_patches", default=side**2) + 3 * patch**2
-        num_rows += 11 * first("num_hidden_layers")
-        # What pools behind the blocks: attention and a feed-forward layer, or one matrix.
-        if "siglip" in kind:
-            num_rows += 4 * width + 2 * hidden
-        elif kind == "vit":
-            num_rows += width
+        # Positions, the values of a patch, and what follows the blocks.
+        num_rows = first("num_patches", default=side**2) + 3 * patch**2 + VISION[kind] * width
     elif re.search("bert(?!-decoder)|text_model", kind) or not re.search(
         "CausalLM|LMHead", str(content.get("architectures") or "CausalLM")
     ):
@@ -208,7 +196,7 @@ def read_config(path: Path) -> ModelConfig:
     return ModelConfig(
         name=name,
         d_model=width,
-        d_ff=hidden,
+        d_ff=first("intermediate_size", "n_inner", default=4 * width),
         num_layers=first("num_hidden_layers", "n_layer"),
         num_heads=first("num_attention_heads", "n_head"),
         vocab_size=0 if kind in VISION else first("vocab_size"),
