@@ -21,18 +21,6 @@ _PRECISION_AND_COMPILE = {
 }
 
 _OPTIMIZER_STEP_INCLUDED = "published_script_also_runs_optimizer_step"
-_DIFFERENCE = "difference_of_two_timings"
-
-_CAVEAT_OF_NOTE = {
-    "prose_value": "quoted in prose, not in a table",
-    "batch_implied": "batch size implied, not stated",
-    "dtype_implied": "float32 implied, not stated",
-    _DIFFERENCE: "difference of two timings, its std their quadrature sum",
-    _OPTIMIZER_STEP_INCLUDED: (
-        "published as forward and backward, but the published script also steps the optimizer"
-    ),
-    "warmup_study": "from the warm-up study, a run apart from the main table",
-}
 
 # Notes whose rows must not be used.
 _DISPUTED_NOTES = {
@@ -43,10 +31,6 @@ _DISPUTED_NOTES = {
     "profiled_under_nsys",
     "context_not_stated_matches_128",
 }
-
-# Above half of the mean the spread is outliers, not noise: only one case reaches it once there is a
-# warm-up step.
-_LARGE_RELATIVE_STD = 0.5
 
 
 def load(table: str) -> pd.DataFrame:
@@ -77,8 +61,8 @@ def step_times() -> pd.DataFrame:
     measurements.
 
     A case may occur twice: one report's warm-up study repeats its cases at other `warmup_steps`,
-    another repeats a case at the same count. Choose by `warmup_steps` and `caveat` before merging
-    one to one. Left out are quotes that the report's own data contradicts, times taken under a
+    another repeats a case at the same count. Choose by `warmup_steps` and `note` before merging one
+    to one. Left out are quotes that the report's own data contradicts, times taken under a
     profiler with the first iteration included, rows without a context length, and negative times.
 
     Returns:
@@ -93,12 +77,10 @@ def step_times() -> pd.DataFrame:
             its published name;
         statistic: what `published_ms` is over the steps; published_ms, std_ms: ms, NaN if not
             reported or "oom";
-        status: "ok" or "oom"; caveat: fragments joined by "; ", empty where nothing is known
-            against the figure.
+        status: "ok" or "oom"; note: the table's own, fragments joined by ";".
 
     Raises:
-        KeyError: the table holds a note, a model or a dtype that this module does not know how to
-            read.
+        KeyError: the table holds a model or a dtype that this module does not know how to read.
 
     Source: `end_to_end.csv` and the known errors in `labkit/data/published/README.md`.
     """
@@ -112,8 +94,6 @@ def _row_in_labkit_vocabulary(row: dict) -> dict | None:
     notes = row["note"].split(";") if isinstance(row["note"], str) else []
     if row["mean_ms"] < 0 or not _DISPUTED_NOTES.isdisjoint(notes):
         return None
-    caveats = [_CAVEAT_OF_NOTE[note] for note in notes]
-    caveats += _caveats_from_known_errors(row, notes)
     precision, compile_mode = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]
     return {
         "source": row["source"],
@@ -129,24 +109,5 @@ def _row_in_labkit_vocabulary(row: dict) -> dict | None:
         "published_ms": row["mean_ms"],
         "std_ms": row["std_ms"],
         "status": row["status"],
-        "caveat": "; ".join(caveats),
+        "note": row["note"],
     }
-
-
-def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
-    caveats = []
-    if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward":
-        caveats.append("the published script runs the forward pass with autograd on")
-    if row["source"] == "a2-report-macbook-rtxpro6000":
-        caveats.append("model dimensions not stated, taken as the canonical ones")
-        if "RTX PRO" in row["gpu"] and row["dtype"] == "float32":
-            caveats.append("so near the fp32 peak that TF32 is likely")
-    if row["status"] == "ok" and row["warmup_steps"] == 0:
-        # The slow first iteration is a forward pass, so it lowers a backward time obtained by
-        # subtraction.
-        part = "what is subtracted" if _DIFFERENCE in notes else "the mean"
-        caveats.append(f"no warm-up, {part} includes the first iteration")
-    elif row["std_ms"] > _LARGE_RELATIVE_STD * row["mean_ms"]:
-        # NaN, where there is no time or no spread, is above nothing.
-        caveats.append("std above half of the mean")
-    return caveats
