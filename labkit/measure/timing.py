@@ -114,18 +114,24 @@ def _median_interval_rank(n: int) -> int:
     return max(num_outside - 1, 0)
 
 
-def median_half_width(samples: Sequence[float]) -> float:
-    """Returns half of the median's distribution-free 95 % interval, as a fraction of the median.
+def median_interval(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median and the ends of its distribution-free 95 % interval.
 
-    The interval runs between two order statistics chosen by the binomial distribution. Below six
-    samples no pair reaches 95 % and the whole range is taken; for a single sample it is infinite,
-    around 0 not a number.
+    It runs between two order statistics chosen by the binomial distribution. Below six samples no
+    pair reaches 95 % and the whole range is taken. Raises ValueError for fewer than two, which
+    would be certain of themselves.
     """
     if len(samples) < 2:
-        return math.inf
+        raise ValueError(f"an interval of {len(samples)} values; accepted: 2 and more")
     ordered = sorted(samples)
     rank = _median_interval_rank(len(ordered))
-    return (ordered[-1 - rank] - ordered[rank]) / 2 / (statistics.median(ordered) or math.nan)
+    return statistics.median(ordered), ordered[rank], ordered[-1 - rank]
+
+
+def median_half_width(samples: Sequence[float]) -> float:
+    """Returns half of `median_interval` as a fraction of the median; around 0 not a number."""
+    median, low, high = median_interval(samples)
+    return (high - low) / 2 / (median or math.nan)
 
 
 def synchronize(device_kind: str) -> None:
@@ -367,7 +373,7 @@ class Comparison(NamedTuple):
     Attributes:
         timings: by candidate.
         ratio: candidate's time over the baseline's, by candidate: (median, low, high) of the paired
-            ratios' bootstrap 95 % interval. Below 1 the candidate is faster.
+            ratios' 95 % interval. Below 1 the candidate is faster.
     """
 
     timings: dict[str, Timing]
@@ -416,24 +422,7 @@ def compare(
     }
     base_ms = np.array(timings[baseline].samples_ms)
     ratio = {
-        name: bootstrap_median(timing.samples_ms / base_ms, generator)
+        name: median_interval((timing.samples_ms / base_ms).tolist())
         for name, timing in timings.items()
     }
     return Comparison(timings, ratio)
-
-
-def bootstrap_median(
-    values: np.ndarray, generator: np.random.Generator
-) -> tuple[float, float, float]:
-    """Returns the median of `values` and its bootstrap 95 % interval (Efron 1979, percentile
-    method, 2,000 resamples); raises ValueError for fewer than two, which would be certain of
-    themselves.
-
-    No interval within the range of a few values holds the true median with 95 %: the whole range of
-    two does with 50 %, of three with 75 %, of four with 87.5 %, of five with 94 %.
-    """
-    if len(values) < 2:
-        raise ValueError(f"an interval of {len(values)} values; accepted: 2 and more")
-    medians = np.median(generator.choice(values, (2000, len(values))), axis=1)
-    low, high = np.quantile(medians, (0.025, 0.975)).tolist()
-    return float(np.median(values)), low, high

@@ -163,7 +163,7 @@ def _half_width(row: Row, value: str) -> float:
 
 def paired(row: Row) -> Ratio:
     """Returns a rival's time over ours, of a row that was timed in turn with ours: `ratio_to_ours`,
-    its bootstrap.
+    the paired interval.
     """
     lows = by_session(row, "ratio_to_ours_low").values()
     highs = by_session(row, "ratio_to_ours_high").values()
