@@ -40,7 +40,7 @@ SHAPES = {
     "model": {**bench._sizes("model", "2x16x32x64x2x2", "cpu"), "warmup": 1, "steps": 3},
     "optimizer": {"rows": 128, "columns": 64},
 }
-SHAPES["adamw"] = SHAPES["cross_entropy"] = SHAPES["optimizer"]
+SHAPES |= dict.fromkeys(["adamw", "cross_entropy", "linear_cross_entropy"], SHAPES["optimizer"])
 
 
 def outcome(monkeypatch, function, op="attention", name="forward", **sizes) -> list:
@@ -96,6 +96,31 @@ def works_in_a_thread(q, k, v, *, causal):
 
     threading.Thread(target=work).start()
     return out
+
+
+def empties_its_inputs_when_it_is_timed(q, k, v, *, causal):
+    KEPT[len(KEPT)] = None
+    if len(KEPT) >= 6:
+        q.data.zero_(), k.data.zero_(), v.data.zero_()
+    return right(q, k, v, causal)
+
+
+class Lazy(torch.Tensor):
+    pass
+
+
+def computes_when_it_is_read(q, k, v, *, causal):
+    return right(q, k, v, causal).as_subclass(Lazy)
+
+
+def leaves_autocast_on(q, k, v, *, causal):
+    out = right(q, k, v, causal)
+    torch.set_autocast_enabled(q.device.type, True)
+    return out
+
+
+def gives_another_loss(x, classes, targets):
+    return F.cross_entropy(x @ classes.T, targets) + 1
 
 
 CLOCK = time.perf_counter
@@ -165,7 +190,11 @@ CHEATS = {
     changes_an_input: "changes its inputs",
     works_until_it_is_timed: "wrong, or not written, while it is timed",
     works_in_a_thread: "goes on after it has returned",
+    empties_its_inputs_when_it_is_timed: "wrong, or not written, while it is timed",
+    computes_when_it_is_read: "must return .*; got Lazy",
+    leaves_autocast_on: "changes PyTorch's settings",
     ignores_the_gradient_of_its_loss: "error of dlogits",
+    gives_another_loss: "error of out",
     KeepsItsLogits: "a cache",
     LeavesBlocksOut: "has .* parameters, not",
     StepsUntilItIsTimed: "wrong, or not written, while it is timed",
@@ -178,6 +207,7 @@ CHEATS = {
 
 OTHERS = {
     ignores_the_gradient_of_its_loss: ("cross_entropy", "forward_backward"),
+    gives_another_loss: ("linear_cross_entropy", "forward_backward"),
     KeepsItsLogits: ("model", "forward"),
     LeavesBlocksOut: ("model", "train_step"),
     StepsUntilItIsTimed: ("optimizer", "step"),
@@ -200,9 +230,11 @@ on_cpu = pytest.mark.usefixtures("this_device_is_a_cpu")
 def check_refused(monkeypatch, cheat, **sizes) -> None:
     KEPT.clear()
     error, other = outcome(monkeypatch, cheat, *OTHERS.get(cheat, ()), **sizes)
+    for kind in ("cpu", "cuda"):
+        torch.set_autocast_enabled(kind, False)
     assert isinstance(error, bench.Refused) and re.search(CHEATS[cheat], str(error))
-    if cheat is slows_the_clock:
-        assert isinstance(other, bench.Refused)  # it read the same clock
+    if cheat in (slows_the_clock, leaves_autocast_on):
+        assert isinstance(other, bench.Refused)  # it read the same clock, or had that setting
     else:
         assert other["median_ms"] > 0 and other["std_ms"] > 0
 

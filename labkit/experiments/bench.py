@@ -3,8 +3,8 @@
 It is watched, in the worker process, before and while it is timed. Refused by name are
 
 - the result of an earlier call, and a buffer that every call returns,
-- an output in the memory of an input, and an input that is changed,
-- work that goes on after the call has returned, on another stream or thread,
+- an output in the memory of an input, and an input or a setting of PyTorch that is changed,
+- work that goes on after the call has returned, on another stream or thread, or when it is read,
 - calls that write nothing while they are timed, such as kernels that a CUDA graph drops,
 - gradients that are not the ranks' averages, on other tokens, after the timing,
 - a time below the roofline's floor.

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit import numerics
@@ -183,12 +183,18 @@ class Operation:
         if name == "forward":
             return functools.partial(self.outputs, impl)
         if name == "forward_backward":
-            return lambda: self.gradients(self.outputs(impl))
+            return functools.partial(self._both_passes, impl)
         # A backward pass runs on the stream of its forward pass, which must be the one that is
         # captured.
         with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
             outs = self.outputs(impl)
         return functools.partial(self.gradients, outs, retain_graph=True)
+
+    def _both_passes(self, impl: str) -> Tensors:
+        outs = self.outputs(impl)
+        gradients = self.gradients(outs)
+        # What is watched may leave out a forward pass that its backward pass does not need.
+        return (*outs, *gradients) if self.is_watched else gradients
 
     # ---- what it is held to ----
 
@@ -201,8 +207,10 @@ class Operation:
 
     def references(self, name: str, impl: str) -> list[Tensors]:
         """Returns the outputs ("forward") or the gradients (another pass) that an implementation
-        is held to, in fp64 and as eager gives them.
+        is held to, in fp64 and as eager gives them; of both passes, watched, both.
         """
+        if self.is_watched and name == "forward_backward":
+            return [(*outs, *gradients) for outs, gradients in self.expected]
         return [results[name != "forward"] for results in self.expected]
 
     def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
@@ -210,9 +218,10 @@ class Operation:
 
         Raises AssertionError for a wrong result.
         """
-        names = ["out"] * len(values)
+        gradients = []
         if name not in ("forward", "step"):
-            names = [f"d{each}" for each in self.inputs] or ["gradient"] * len(values)
+            gradients = [f"d{each}" for each in self.inputs] or ["gradient"] * len(values)
+        names = ["out"] * (len(values) - len(gradients)) + gradients
         verdicts = []
         for key, *tensors in zip(names, values, *self.references(name, impl), strict=True):
             # A vector is one row as a gradient, and a number of each row as an output.
@@ -237,6 +246,7 @@ class Operation:
             values = self.run(impl, "forward" if name == "forward" else "forward_backward")()
             return self.worst(impl, name, values)
         self.kept.clear()  # before anything that is timed is called
+        settings = _settings(self.device.kind)
         first = self._check_call(impl)
         run = self.run(impl, name)
         earlier = ()
@@ -247,15 +257,17 @@ class Operation:
                 torch.cuda._sleep(10**8)
             # One that forgets to multiply by a loss's gradient is right where that is 1.
             self.renew(loss_gradient=0.5)
-            inputs = [x.detach().clone() for x in self.tensors]
+            inputs = _copies(self.tensors)
             values = run()
-            copies = [x.detach().clone() for x in values]
+            copies = _copies(values)
             synchronize(self.device.kind)
             for owner, tensors in (("its inputs", self.tensors), ("an earlier call", earlier)):
                 if storages(values).keys() & storages(tensors).keys():
                     raise Refused(f"its output lies in the memory of {owner}")
             if not are_equal(inputs, self.tensors):
                 raise Refused("it changes its inputs")
+            if settings != _settings(self.device.kind):
+                raise Refused("it changes PyTorch's settings")
             try:
                 verdict = self.worst(impl, name, copies)
             except AssertionError as error:
@@ -281,7 +293,7 @@ class Operation:
         got, expected = (", ".join(map(_described, values)) for values in (outs, self.grad_outs))
         if got != expected:
             raise Refused(f"it must return {expected}; got {got}")
-        return [x.detach().clone() for x in outs]
+        return _copies(outs)
 
     # ---- while it is timed ----
 
@@ -312,13 +324,20 @@ class Operation:
         """Yields once a round; where it is watched, with other inputs, and what each implementation
         gave is judged after it.
         """
+        if not self.is_watched:
+            yield from [None] * num_rounds
+            return
         for _ in range(num_rounds):
-            if self.is_watched:
-                for values in self.kept.values() if not self.is_in_place else ():
-                    _poison(values)
-                self.renew()
+            for values in self.kept.values() if not self.is_in_place else ():
+                _poison(values)
+            self.renew()
+            inputs = _copies(self.tensors)
             yield
-            for (impl, name), values in self.kept.items():
+            # At once: work that goes on may be done when the oracle is.
+            given = {key: _copies(values) for key, values in self.kept.items()}
+            for x, before in zip(self.tensors, inputs, strict=True):
+                x.data.copy_(before)  # it may have been emptied
+            for (impl, name), values in given.items():
                 try:
                     self.worst(impl, name, values)
                 except AssertionError:
@@ -391,6 +410,19 @@ def attention_formula(
     return torch.cat(blocks, dim=-2)
 
 
+def _copies(tensors: Tensors) -> list[Tensor]:
+    return [x.detach().clone() for x in tensors]
+
+
+def _settings(kind: str) -> tuple:
+    """Returns what of PyTorch's settings changes what others compute, or how fast."""
+    return (
+        torch.get_num_threads(),
+        torch.is_autocast_enabled(kind),
+        torch.backends.cuda.matmul.fp32_precision,
+    )
+
+
 def are_equal(some: Tensors, others: Tensors) -> bool:
     # What is no number equals itself.
     return all(
@@ -405,7 +437,7 @@ def _poison(tensors: Tensors) -> None:
 
 
 def _described(x: object) -> str:
-    if not isinstance(x, Tensor):
+    if type(x) not in (Tensor, nn.Parameter):  # another class may compute when it is read
         return type(x).__name__
     # A loss may come as fp32 or as its logits do.
     return f"{x.dtype if x.dim() else 'a loss'} {tuple(x.shape)} on {x.device.type}"
