@@ -84,14 +84,16 @@ def step_times() -> pd.DataFrame:
 
     Source: `end_to_end.csv` and the known errors in `labkit/data/published/README.md`.
     """
-    rows = map(_row_in_labkit_vocabulary, load("end_to_end").to_dict("records"))
-    table = pd.DataFrame(filter(None, rows))
-    return table.astype({"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"})
+    printed = load("end_to_end").fillna({"note": ""}).to_dict("records")
+    rows = filter(None, map(_row_in_labkit_vocabulary, printed))
+    return pd.DataFrame(rows).astype(
+        {"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"}
+    )
 
 
 def _row_in_labkit_vocabulary(row: dict) -> dict | None:
     """Returns a row of `step_times`, None for one that is left out."""
-    notes = row["note"].split(";") if isinstance(row["note"], str) else []
+    notes = row["note"].split(";")
     if row["mean_ms"] < 0 or not _DISPUTED_NOTES.isdisjoint(notes):
         return None
     precision, compile_mode = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]

@@ -540,8 +540,9 @@ def test_what_is_handed_to_a_launch_for_tiles_is_kept_by_their_address():
         mock.patch.object(triton.runtime.driver, "_active", object()),
         mock.patch.object(kernel_launch, "current_stream", lambda: 7),
     ):
-        wrapped = driver.wrap_handle_tensordesc(launcher, signature, [{}])
-        tile_launch.compiled = compiled(wrapped)
+        of_tiles = compiled(driver.wrap_handle_tensordesc(launcher, signature, [{}]))
+        tile_launch.compiled = of_tiles
+        tile_launch.run = kernel_launch.unhooked(of_tiles, (5, 1, 1))
         for tensor, other in ((x, y), (y, z), (x, z)):
             tile_launch(tensor, other)
         kernel_launch.unhooked(compiled(launcher), (5, 1, 1))(x.data_ptr(), None, z.data_ptr(), 70)

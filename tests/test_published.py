@@ -2,6 +2,8 @@
 through.
 """
 
+import dataclasses
+
 import pandas as pd
 import pytest
 
@@ -27,11 +29,9 @@ def test_every_undisputed_row_is_read_with_its_own_labels(raw):
     ours = published.step_times()
     assert ours["published_ms"].equals(undisputed["mean_ms"].rename("published_ms"))
     for row, printed in zip(ours.to_dict("records"), undisputed.to_dict("records"), strict=True):
-        size = SIZES[row["size"]]
-        dims = (size.d_model, size.d_ff, size.num_layers, size.num_heads)
-        assert dims == tuple(
-            printed[name] for name in ("d_model", "d_ff", "num_layers", "num_heads")
-        )
+        size = dataclasses.asdict(SIZES[row["size"]])
+        for name in ("d_model", "d_ff", "num_layers", "num_heads"):
+            assert size[name] == printed[name]
         assert printed["dtype"].startswith({"bf16": "bfloat16"}.get(row["precision"], "float32"))
         # A "forward and backward" whose script also steps the optimizer is a training step.
         also_steps = "published_script_also_runs_optimizer_step" in printed["note"]

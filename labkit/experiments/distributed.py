@@ -24,7 +24,7 @@ from labkit.configs import GRIDS
 from labkit.device import Device, gpu_links, num_gpus, num_nodes, num_usable_cores
 from labkit.experiments import step_8b
 from labkit.experiments.sections import Plan, run_section
-from labkit.experiments.shared_step import NUM_WARMUP, WAYS, RankSeen, slowest, steps_rank
+from labkit.experiments.shared_step import NUM_WARMUP, RankSeen, slowest, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRuns, Skip
 from labkit.measure.timing import Timing
 from labkit.monitor import Monitor
@@ -97,11 +97,7 @@ def cases(
         return plan
     for size, (precision, compile, batch, name) in itertools.product(grid.sizes, grid.steps):
         # Without GPUs there are no copy engines, and no thread blocks.
-        phases = [
-            way
-            for way in WAYS
-            if way in grid.ways[name] and (is_cuda or not way.endswith(("copy", "blocks")))
-        ]
+        phases = [way for way in grid.ways[name] if is_cuda or not way.endswith(("copy", "blocks"))]
         for world_size in here[RANKS_OF.get(name, slice(-1, None))]:
             plan.add(
                 "steps",

@@ -139,14 +139,11 @@ def measure_sum(device: Device, case: Case, phase: str) -> Measured:
         "final_sum": final,
         "exact_sum": exact,
         "error": final - exact,
-        "term_error": (float(term) - TERM) * num_terms,
-        "rounded_term": float(term),
         "stall_predicted": stall_value(float(term), accumulator),
     }
     samples = {"running_sum": sums[TRACE_EVERY - 1 : num_terms : TRACE_EVERY]}
     if sums[-1] == sums[-2]:
         metrics["stall_measured"] = sums[-1]
-        metrics["stall_terms"] = sums.index(sums[-1]) + 1
     live = {
         "method": "sequential",
         "accumulator": dtype_name(rounded.dtype),

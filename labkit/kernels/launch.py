@@ -6,8 +6,8 @@ which takes the host several times as long as the launch itself.
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
-from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -52,15 +52,14 @@ class Launch:
         self.run = self.compiled = None
 
     def __call__(self, *arguments) -> None:
-        if self.compiled is None:
+        if self.run is None:
             compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
             # Not where kernels are interpreted, or Triton has to allocate memory for each launch.
             facts = getattr(compiled, "metadata", None)
             if facts and not facts.global_scratch_size and not facts.profile_scratch_size:
                 self.compiled = compiled
+                self.run = unhooked(compiled, self.grid)
             return
-        if self.run is None:
-            self.run = unhooked(self.compiled, self.grid)
         self.run(*arguments, *self.last)
 
 
@@ -75,10 +74,9 @@ def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
     """
     run = copy.copy(compiled.run)
     launcher = run.launch
-    if isinstance(launcher, FunctionType):
+    if inspect.isfunction(launcher):
         # It encodes tiles, and then calls what it holds by the name of `launcher`.
-        names = launcher.__code__.co_freevars
-        launcher = launcher.__closure__[names.index("launcher")].cell_contents
+        launcher = inspect.getclosurevars(launcher).nonlocals["launcher"]
     recorded = []
     run.launch = lambda *handed: recorded.extend(handed)
     facts = (compiled.function, compiled.packed_metadata, None, None, None)

@@ -444,7 +444,7 @@ class TileLaunch(Launch):
         """The tensors that come in tiles start on 16-byte boundaries."""
         num_tiled = len(self.tiles)
         arguments = []
-        if self.compiled is None:
+        if self.run is None:
             for x, tiles in zip(tensors, self.tiles, strict=False):
                 arguments += _placed(x, tiles)
             super().__call__(*arguments, *tensors[num_tiled:])
