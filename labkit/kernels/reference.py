@@ -96,9 +96,9 @@ def attention_backward(
     Args:
         q, k, v, out, grad_out: (..., length, D); lse: (..., length), log Σ exp of the scores, fp32.
     """
-    scores, _ = _scores(q, k, causal, None, None)
     # exp(−∞ − ∞) = 0: a row that saw no key passes no gradient on.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
+    scores, _ = _scores(q, k, causal, None, None)
     weights = torch.exp(scores - lse[..., None]).to(q.dtype)
     row_sums = (out * grad_out).sum(-1, keepdim=True)
     grad_scores = weights * (grad_out @ v.mT - row_sums) / math.sqrt(q.shape[-1])
