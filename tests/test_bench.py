@@ -82,9 +82,13 @@ def changes_an_input(q, k, v, *, causal):
     return out
 
 
-def works_until_it_is_timed(q, k, v, *, causal):
+def is_timed() -> bool:
     KEPT[len(KEPT)] = None
-    return right(q, k, v, causal) if len(KEPT) < 6 else torch.empty_like(q)
+    return len(KEPT) >= 6
+
+
+def works_until_it_is_timed(q, k, v, *, causal):
+    return torch.empty_like(q) if is_timed() else right(q, k, v, causal)
 
 
 def works_in_a_thread(q, k, v, *, causal):
@@ -99,9 +103,8 @@ def works_in_a_thread(q, k, v, *, causal):
 
 
 def empties_its_inputs_when_it_is_timed(q, k, v, *, causal):
-    KEPT[len(KEPT)] = None
-    if len(KEPT) >= 6:
-        q.data.zero_(), k.data.zero_(), v.data.zero_()
+    if is_timed():
+        v.data.zero_()
     return right(q, k, v, causal)
 
 

@@ -10,10 +10,20 @@ import pytest
 from labkit import published
 from labkit.configs import SIZES
 
+NOTES = {
+    "",
+    "prose_value",
+    "batch_implied",
+    "dtype_implied",
+    "difference_of_two_timings",
+    "published_script_also_runs_optimizer_step",
+    "warmup_study",
+}
+
 
 @pytest.fixture(scope="module")
 def raw() -> pd.DataFrame:
-    return published.load("end_to_end").assign(note=lambda rows: rows["note"].fillna(""))
+    return published.load("end_to_end").fillna({"note": ""})
 
 
 def test_every_undisputed_row_is_read_with_its_own_labels(raw):
@@ -26,6 +36,8 @@ def test_every_undisputed_row_is_read_with_its_own_labels(raw):
     )
     assert disputed.sum() == 19
     undisputed = raw[~disputed].reset_index(drop=True)
+    # Another one may dispute a row.
+    assert set(";".join(undisputed["note"]).split(";")) == NOTES
     ours = published.step_times()
     assert ours["published_ms"].equals(undisputed["mean_ms"].rename("published_ms"))
     for row, printed in zip(ours.to_dict("records"), undisputed.to_dict("records"), strict=True):

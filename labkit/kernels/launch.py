@@ -79,8 +79,8 @@ def unhooked(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
         launcher = inspect.getclosurevars(launcher).nonlocals["launcher"]
     recorded = []
     run.launch = lambda *handed: recorded.extend(handed)
-    facts = (compiled.function, compiled.packed_metadata, None, None, None)
-    run(*grid, 0, *facts, "the only argument")
+    known = (compiled.function, compiled.packed_metadata)
+    run(*grid, 0, *known, None, None, None, "the only argument")
     *facts, last = recorded[4:]  # behind the grid and the stream
     if isinstance(last, tuple):  # Triton 3.9 hands the arguments on as one
         return lambda *arguments: launcher(*grid, current_stream(), *facts, arguments)
