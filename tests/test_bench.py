@@ -84,7 +84,7 @@ def changes_an_input(q, k, v, *, causal):
 
 def is_timed() -> bool:
     KEPT[len(KEPT)] = None
-    return len(KEPT) >= 6
+    return len(KEPT) > 3  # of which one is looked at and two are judged
 
 
 def works_until_it_is_timed(q, k, v, *, causal):

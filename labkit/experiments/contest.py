@@ -163,6 +163,8 @@ class Operation:
             x.requires_grad_()
         tensors = (*self.inputs.values(), *self.others, *self.grad_outs)
         self.tensors = [x for x in tensors if isinstance(x, Tensor)]
+        # What is emptied before it is timed would stay empty, and be right.
+        self.drawn = _copies(self.tensors) if self.is_watched else []
 
     # ---- what is computed ----
 
@@ -312,13 +314,13 @@ class Operation:
     def renew(self, loss_gradient: float = 1.0) -> None:
         """Moves the numbers of every tensor to other places in it, which nobody can foresee."""
         self.__dict__.pop("expected", None)
-        for x in self.tensors:
-            if not x.dim():
-                x.data.fill_(loss_gradient)
+        for x, drawn in zip(self.tensors, self.drawn, strict=True):
             places = 1 + secrets.randbelow(max(x.numel() - 1, 1))
-            values = x.data.flatten().roll(places)
+            values = drawn.flatten().roll(places)
             # As data: autograd would take it for a mistake.
             x.data.copy_(values.view_as(x))
+            if not x.dim():
+                x.data.fill_(loss_gradient)
 
     def rounds(self, num_rounds: int) -> Iterator[None]:
         """Yields once a round; where it is watched, with other inputs, and what each implementation
