@@ -132,15 +132,12 @@ def weight(source: str) -> tuple[int, int]:
 
 # What stands; it may only fall. The design asks for 125,000 of the package.
 @pytest.mark.parametrize(
-    ("folder", "most_tokens"), [(PACKAGE, 154_910), (TESTS, 90_000)], ids=["labkit", "tests"]
+    ("folder", "most_tokens", "most_a_line"),
+    [(PACKAGE, 154_862, 10), (TESTS, 90_000, 11)],
+    ids=["labkit", "tests"],
 )
-def test_the_whole_grows_no_heavier(folder, most_tokens):
-    """One total: what grows in one file has to go in another."""
+def test_the_whole_grows_no_heavier(folder, most_tokens, most_a_line):
+    """One total: what grows in one file has to go in another, and not into fuller lines."""
     weights = [weight(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")]
-    assert sum(num_tokens for num_tokens, _ in weights) <= most_tokens
-
-
-def test_lines_are_not_packed():
-    weights = [weight(path.read_text(encoding="utf-8")) for path in MODULES]
     num_tokens, num_lines = map(sum, zip(*weights, strict=True))
-    assert num_tokens <= 10 * num_lines
+    assert num_tokens <= min(most_tokens, most_a_line * num_lines)

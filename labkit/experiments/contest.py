@@ -421,7 +421,7 @@ def _settings(kind: str) -> tuple:
     return (
         torch.get_num_threads(),
         torch.is_autocast_enabled(kind),
-        torch.backends.cuda.matmul.fp32_precision,
+        numerics.live_precision(torch.float32),
     )
 
 

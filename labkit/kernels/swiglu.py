@@ -29,24 +29,31 @@ BLOCK = tl.constexpr(1024)  # elements of a program: 8 of a thread, loads of 16 
 
 
 @triton.jit
-def _inputs(gate_ptr, up_ptr, num_elements):
-    """The places of a program's BLOCK elements, which of them exist, and the inputs there."""
+def _places(num_elements):
+    """The places of a program's BLOCK elements, and which of them exist.
+
+    No pointer passes through here: where a pointer comes in and a place goes out, PyTorch takes the
+    inputs for written too, and a compiled model copies them first.
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < num_elements
-    return place, inside, load_fp32(gate_ptr + place, inside), load_fp32(up_ptr + place, inside)
+    return place, place < num_elements
 
 
 @triton.jit
 def swiglu_fwd_kernel(gate_ptr, up_ptr, y_ptr, num_elements):
     """One program computes BLOCK elements."""
-    place, inside, gate, up = _inputs(gate_ptr, up_ptr, num_elements)
+    place, inside = _places(num_elements)
+    gate = load_fp32(gate_ptr + place, inside)
+    up = load_fp32(up_ptr + place, inside)
     tl.store(y_ptr + place, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
 def swiglu_bwd_kernel(gate_ptr, up_ptr, grad_y_ptr, grad_gate_ptr, grad_up_ptr, num_elements):
     """One program computes BLOCK elements of both gradients."""
-    place, inside, gate, up = _inputs(gate_ptr, up_ptr, num_elements)
+    place, inside = _places(num_elements)
+    gate = load_fp32(gate_ptr + place, inside)
+    up = load_fp32(up_ptr + place, inside)
     grad_y = load_fp32(grad_y_ptr + place, inside)
     sigmoid = tl.sigmoid(gate)
     grad_gate = grad_y * up * sigmoid * (1 + gate * (1 - sigmoid))

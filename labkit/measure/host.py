@@ -1,8 +1,7 @@
-"""What the host takes to issue work: microseconds for an operator, a kernel launch, an autograd
-function, a plain loop.
+"""What the host takes to issue work: microseconds for an operator and for a kernel launch.
 
 Call times of small work are the host's more than the device's, and two machines with the same GPU
-differ by up to 2×. These four times say which host a session had.
+differ by up to 2×. These times say which host a session had.
 """
 
 import itertools
@@ -11,18 +10,11 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from labkit.measure.timing import Timing, synchronize, time_callable
 
 NUM_CALLS = 100
 """Calls per sample, few enough that the device's queue never fills and holds the host up."""
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x
 
 
 @triton.jit
@@ -31,25 +23,13 @@ def _store_zero_kernel(x_ptr, num_elements, BLOCK: tl.constexpr):
     tl.store(x_ptr + offsets, 0.0, mask=offsets < num_elements)
 
 
-def _loop(_: Tensor) -> int:
-    total = 0
-    for number in range(1000):
-        total += number * number
-    return total
-
-
 _CALLS = {
     "operator": lambda x: torch.add(x, x),
     "triton_launch": lambda x: _store_zero_kernel[(1,)](x, x.numel(), BLOCK=64),
-    "autograd_function": _Nothing.apply,
-    "python_loop": _loop,
 }
 
 PROBES = tuple(_CALLS)
-"""operator: one addition of 64 elements. triton_launch: one kernel of one block. autograd_function:
-the forward pass of a torch.autograd.Function that does nothing. python_loop: 1,000 multiplications
-and additions in plain Python.
-"""
+"""operator: one addition of 64 elements. triton_launch: one kernel of one block."""
 
 
 def unavailable(name: str, device_kind: str) -> str | None:
@@ -67,7 +47,7 @@ def probe(name: str, device_kind: str) -> Timing:
         name: one of PROBES that is not `unavailable`; device_kind: where the operand is.
     """
     call = _CALLS[name]
-    x = torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
+    x = torch.ones(64, device=device_kind)
 
     def calls() -> None:
         for _ in itertools.repeat(None, NUM_CALLS):
