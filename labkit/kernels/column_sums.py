@@ -15,9 +15,11 @@ from labkit.kernels.fused import load_fp32, operator, runs_kernel, wide, wrap_tr
 from labkit.kernels.launch import num_multiprocessors
 
 # Tiles of the launch that adds parts, PROGRAMS for each multiprocessor, and of the one that adds
-# those.
+# those: a thousand rows, few columns, so a tall tile, whose loads are on their way at once. With 64
+# rows and 32 columns the backward pass of a norm took 15.1 us for 8.2 on an H200 (2,048 rows of
+# 768), and 62 for 57 (16,384 of 1,600).
 PARTS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4}
-ONE_PART = {"ROWS": 64, "COLUMNS": 32, "num_warps": 4}
+ONE_PART = {"ROWS": 512, "COLUMNS": 16, "num_warps": 16}
 PROGRAMS = 8
 
 
