@@ -1,8 +1,9 @@
 """What the fused kernels share: how they become PyTorch operators, and what they accept."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 import torch
 import triton
@@ -21,17 +22,11 @@ IS_INTERPRETED = triton.knobs.runtime.interpret
 
 LIBRARY = torch.library.Library("labkit", "FRAGMENT")
 
-_find_kernels = torch_triton.get_inner_triton_kernels
-
-
-@dataclass
-class _Kernels:
-    """The kernels that an operator's function launches, found when the compiler asks for them."""
-
-    function: Callable
-
-    def __iter__(self) -> Iterator:
-        return iter(_find_kernels(self.function))
+# What the compiler keeps on disk it would find again by the names of operators and the kernels of
+# forward passes alone, and run the tiles and backward passes of another version of this folder.
+_SOURCES = sorted(Path(__file__).parent.rglob("*.py"))
+_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES))
+torch.compiler.config.cache_key_tag += f"labkit {_DIGEST.hexdigest()}"
 
 
 class Operator:
@@ -54,13 +49,14 @@ class Operator:
             LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         else:
             make = torch.library.custom_op if IS_INTERPRETED else torch.library.triton_op
-            # PyTorch would look for the kernels now, and import the compiler for that: seconds of
-            # every process.
-            torch_triton.get_inner_triton_kernels = _Kernels
+            # PyTorch would look for the kernels, for the key of its cache, and import the compiler
+            # for that: seconds of every process. The tag above names them all.
+            find_kernels = torch_triton.get_inner_triton_kernels
+            torch_triton.get_inner_triton_kernels = lambda function: []
             try:
                 make(f"labkit::{name}", function, mutates_args=())
             finally:
-                torch_triton.get_inner_triton_kernels = _find_kernels
+                torch_triton.get_inner_triton_kernels = find_kernels
             if IS_INTERPRETED:
                 self.register_fake(function)
         self.op = getattr(torch.ops.labkit, name).default
@@ -149,9 +145,6 @@ def operator(name: str, *, opaque: bool = False) -> Callable:
 def wrap_triton(kernel):
     """Returns what launches a kernel inside an operator, and is seen there by the compiler while it
     traces.
-
-    PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its
-    source.
     """
     wrapped = kernel if IS_INTERPRETED else torch.library.wrap_triton(kernel)
     return Launcher(kernel) if wrapped is kernel else wrapped
