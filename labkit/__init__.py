@@ -6,7 +6,7 @@ import os
 # PyTorch's profiler announces every start and stop on stderr unless told before torch is imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def __getattr__(name: str):
