@@ -78,7 +78,7 @@ class Record:
         metrics: numbers with their unit in the name ("median_ms", "peak_bytes"); empty unless ok.
         samples: the raw samples behind the metrics, by name with unit, where there are few; None
             where not finite.
-        timer: method, number of warm-up steps, why it stopped.
+        timer: its method.
         telemetry: clocks, power, temperature and throttle reasons during the timed window, whether
             other processes disturbed it, and only where they did how much they loaded the host.
         device: slug; machine: which one of that name, see `device.machine_id`; software:

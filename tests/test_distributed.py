@@ -58,7 +58,6 @@ def test_a_step_lasts_as_long_as_on_the_slowest_rank(monkeypatch):
     result = measured(monkeypatch, lambda *_, **__: ranks, "naive")["naive"]
     assert result.samples["step_ms"] == [4.0, 5.0, 3.0] and result.metrics["median_ms"] == 4.0
     assert result.case == {**STEP, "world_size": 2}
-    assert result.timer["stop_reason"] == "fixed count"
 
 
 @pytest.mark.parametrize(("way", "loss"), [("alone", 8.0), ("fsdp", 8.01), ("fsdp", math.nan)])

@@ -30,8 +30,6 @@ from labkit.measure.profiling import Nsys, Trace
 from labkit.measure.timing import collector_paused, synchronize
 from labkit.models import transformer
 
-NUM_WARMUP = 1
-
 
 @contextlib.contextmanager
 def marked(step: Step, marker: Marker) -> Iterator[None]:
@@ -86,8 +84,7 @@ def capture_steps(step: Step, phase: str, marker: Marker) -> None:
     label = " ".join(words_of(step.described(), phase))
     step.model.zero_grad()
     empty_cache()
-    for _ in range(NUM_WARMUP):
-        step.run(phase)
+    step.run(phase)
     for number, marks in enumerate((marked(step, marker), contextlib.nullcontext())):
         if phase == "forward_backward":
             step.model.zero_grad()

@@ -24,7 +24,7 @@ from labkit.configs import GRIDS
 from labkit.device import Device, gpu_links, num_gpus, num_nodes, num_usable_cores
 from labkit.experiments import step_8b
 from labkit.experiments.sections import Plan, run_section
-from labkit.experiments.shared_step import NUM_WARMUP, RankSeen, slowest, steps_rank
+from labkit.experiments.shared_step import RankSeen, slowest, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRuns, Skip
 from labkit.measure.timing import Timing
 from labkit.monitor import Monitor
@@ -211,7 +211,7 @@ def _collective(case: Case, ranks: Seen) -> Measured:
         raise ValueError(f"{seen['num_wrong']} wrong elements")
     on_gpus = case.parameters["transport"] != "gloo"
     samples_ms = tuple(1e3 * seconds for seconds in seen["times_s"])
-    timing = Timing(samples_ms, "queued" if on_gpus else "host", 2, "fixed count")
+    timing = Timing(samples_ms, "queued" if on_gpus else "host")
     metrics = timing.metrics()
     metrics |= {name: seen[name] for name in ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")}
     if on_gpus:
@@ -219,7 +219,7 @@ def _collective(case: Case, ranks: Seen) -> Measured:
     return Measured(
         metrics,
         case.parameters | {"world_size": seen["world_size"]},
-        timer=timing.description(),
+        timer={"method": timing.method},
     )
 
 
@@ -242,7 +242,7 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
         raise ValueError(
             f"loss {first['loss']}, {expected} expected, {alone} without communication"
         )
-    timing = slowest(ranks, NUM_WARMUP + 1)
+    timing = slowest(ranks)
     metrics = {**timing.metrics(), "loss": first["loss"], "loss_deviation": deviation}
     for name, size in first["memory"].items():
         if size is not None:
@@ -260,7 +260,7 @@ def measured_step(case: Case, ranks: Seen) -> Measured:
         {**first["case"], "world_size": len(ranks)},
         first["observed"],
         samples,
-        timing.description(),
+        {"method": timing.method},
     )
 
 

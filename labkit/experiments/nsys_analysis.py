@@ -19,7 +19,6 @@ import pandas as pd
 from labkit.configs import GRIDS
 from labkit.device import Device
 from labkit.experiments.captured_step import (
-    NUM_WARMUP,
     capture,
     failures,
     nsys_on,
@@ -163,7 +162,7 @@ def measurements(trace: Trace) -> dict[tuple[str, ...], Measured]:
             "profiler": trace.source,
             "profiler_version": trace.version,
         }
-        timer = {"method": trace.source, "num_warmup": NUM_WARMUP}
+        timer = {"method": trace.source}
         results[words] = Measured(metrics, parameters_of(*words[:-1]), observed, timer=timer)
     return results
 

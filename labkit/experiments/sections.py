@@ -122,7 +122,7 @@ class Timed:
         is_kept = keep and timing.n <= KEPT_SAMPLES
         samples = {keep: list(timing.samples_ms)} if is_kept else {}
         metrics = timing.metrics() | metrics
-        timer = timing.description()
+        timer = {"method": timing.method}
         return Measured(metrics, case, observed or {}, samples, timer, self.telemetry)
 
 

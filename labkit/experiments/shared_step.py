@@ -230,10 +230,10 @@ def time_steps(step: Callable[[], Any], num_steps: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
 
 
-def slowest(ranks: Sequence[dict], num_warmup: int) -> Timing:
+def slowest(ranks: Sequence[dict]) -> Timing:
     """Returns the times of the slowest rank in each step: the others wait for it."""
     samples_ms = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
-    return Timing(tuple(map(max, samples_ms)), "window", num_warmup, "fixed count")
+    return Timing(tuple(map(max, samples_ms)), "window")
 
 
 def _allocated() -> int | None:

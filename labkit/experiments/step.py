@@ -360,7 +360,7 @@ def _time_first_call(step: Step, device_kind: str) -> Timing:
     load_compiler(step.device)
     with torch.compiler.config.patch(force_disable_caches=True):
         first_ms = time_once_ms(step.forward_backward, device_kind)
-    return Timing((first_ms,), "host", 0, "fixed count")
+    return Timing((first_ms,), "host")
 
 
 # ---- a step as one CUDA graph --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How long a callable takes: every sample, the method, and why sampling stopped.
+"""How long a callable takes: every sample, and the method.
 
 "The time of a GPU function" is four different quantities, hence four methods:
 
@@ -51,17 +51,12 @@ class Timing:
         samples_ms: one time per sample, in order, after the warm-up; device time except for method
             "host".
         method: one of METHODS; "queued" for a collective between GPUs.
-        num_warmup: untimed calls before the first sample.
-        stop_reason: "fixed count" where the number of samples was set before the first; otherwise
-            "converged", "time limit" or "sample limit".
         host_ms: host clock around the same samples, synchronised (methods "window" and "host").
         launch_ms: host time until the call returned, before the device had finished ("window").
     """
 
     samples_ms: tuple[float, ...]
     method: str
-    num_warmup: int
-    stop_reason: str
     host_ms: tuple[float, ...] = ()
     launch_ms: tuple[float, ...] = ()
 
@@ -91,14 +86,6 @@ class Timing:
         if self.launch_ms:
             summary["launch_median_ms"] = statistics.median(self.launch_ms)
         return summary
-
-    def description(self) -> dict[str, Any]:
-        """Returns a record's `timer`."""
-        return {
-            "method": self.method,
-            "num_warmup": self.num_warmup,
-            "stop_reason": self.stop_reason,
-        }
 
 
 @cache
@@ -174,14 +161,12 @@ def time_callable(
     method = method or METHODS[device_kind][0]
     sampler = _sampler(method, function, inputs, device_kind)
     with collector_paused():
-        num_warmup = _warm_up(sampler, num_warmup, time_limit_s)
-        samples, reason = _sample(
-            sampler, min_samples, max_samples, target_half_width, time_limit_s
-        )
-    return _timing(samples, method, num_warmup, reason)
+        _warm_up(sampler, num_warmup, time_limit_s)
+        samples = _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s)
+    return _timing(samples, method)
 
 
-def _timing(samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str) -> Timing:
+def _timing(samples: Sequence[tuple], method: str) -> Timing:
     """Returns the Timing of what a sampler gave; raises ValueError for a time that is not
     positive.
     """
@@ -191,7 +176,7 @@ def _timing(samples: Sequence[tuple], method: str, num_warmup: int, stop_reason:
             f"a sample of {min(device_ms)} ms: shorter than the clock tells; time several calls as "
             "one"
         )
-    return Timing(device_ms, method, num_warmup, stop_reason, *others)
+    return Timing(device_ms, method, *others)
 
 
 @contextlib.contextmanager
@@ -207,14 +192,12 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> int:
-    """Returns how many warm-up calls were made."""
+def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> None:
     begin = time.perf_counter()
     for number in range(num_warmup):
         if number > 0 and time.perf_counter() - begin >= time_limit_s:
-            return number
+            return
         sampler()
-    return num_warmup
 
 
 def _sample(
@@ -223,24 +206,24 @@ def _sample(
     max_samples: int,
     target_half_width: float,
     time_limit_s: float,
-) -> tuple[list[tuple], str]:
-    """Returns the samples and why there are no more of them, as records say it."""
+) -> list[tuple]:
+    """Returns the samples."""
     samples = []
     begin = time.perf_counter()
     while True:
         samples.append(sampler())
         elapsed_s = time.perf_counter() - begin
         if len(samples) == max_samples:
-            return samples, "fixed count" if min_samples == max_samples else "sample limit"
+            return samples
         if len(samples) >= min_samples:
             if elapsed_s >= time_limit_s:
-                return samples, "time limit"
+                return samples
             # A sort of all samples after each of them would take the time of short calls.
             if len(samples) % 5 == 0 and target_half_width > 0:
                 if median_half_width([sample[0] for sample in samples]) <= target_half_width:
-                    return samples, "converged"
+                    return samples
         elif elapsed_s >= 3 * time_limit_s and len(samples) >= MIN_SAMPLES_AT_LIMIT:
-            return samples, "time limit"
+            return samples
 
 
 _Sampler = Callable[[], tuple[float, ...]]
@@ -417,9 +400,7 @@ def compare(
         for _ in rounds:
             for name in generator.permutation(list(samplers)):
                 samples[name].append(samplers[name]())
-    timings = {
-        name: _timing(rows, method, num_warmup, "fixed count") for name, rows in samples.items()
-    }
+    timings = {name: _timing(rows, method) for name, rows in samples.items()}
     base_ms = np.array(timings[baseline].samples_ms)
     ratio = {
         name: median_interval((timing.samples_ms / base_ms).tolist())
