@@ -18,7 +18,7 @@ STEP = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "
 @pytest.mark.parametrize(("transport", "method"), [("copy", "queued"), ("gloo", "host")])
 def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(transport, method):
     found = {"times_s": [1e-5, 2e-5, 3e-5], "issue_s": 4.8e-5, "world_size": 2, "num_wrong": 0}
-    found |= dict.fromkeys(("num_bytes", "algorithm_gbs", "bus_gbs"), 1.0)
+    found |= dict.fromkeys(("num_bytes", "bus_gbs"), 1.0)
     case = Case("collectives", {"world_size": 2, "transport": transport}, ("all_reduce",), 60.0)
     result = distributed._collective(case, [found])
     assert (result.timer["method"], result.metrics["median_ms"]) == (method, pytest.approx(0.02))
@@ -119,8 +119,6 @@ def test_ranks_measure_steps():
     results = {way: run() for way, run in distributed.run_case(steps)}
     whole, state, share = (results[way].metrics for way in ways)
     assert all(result.case == steps.parameters for result in results.values())
-    assert state["state_bytes"] == pytest.approx(whole["state_bytes"] / 2, rel=0.01)
-    assert share["parameter_bytes"] == pytest.approx(whole["parameter_bytes"] / 2, rel=0.01)
     assert share["loss"] == pytest.approx(state["loss"], abs=1e-6) != whole["loss"]
     assert 0 == whole["exposed_us"] < share["exposed_us"] <= share["communication_us"]
     assert results["fsdp"].observed["transport"].startswith("gloo:")

@@ -213,7 +213,7 @@ def _collective(case: Case, ranks: Seen) -> Measured:
     samples_ms = tuple(1e3 * seconds for seconds in seen["times_s"])
     timing = Timing(samples_ms, "queued" if on_gpus else "host")
     metrics = timing.metrics()
-    metrics |= {name: seen[name] for name in ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")}
+    metrics |= {name: seen[name] for name in ("num_bytes", "num_wrong", "bus_gbs")}
     if on_gpus:
         metrics["launch_median_ms"] = 1e3 * seen["issue_s"]
     return Measured(

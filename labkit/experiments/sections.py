@@ -213,7 +213,6 @@ def rate_metrics(
         ceiling = ceilings.get("copy fp32 achieved_gb_per_s")
         peak = peaks.memory_gb_per_s if peaks else None
     return metrics | {
-        "ceiling": ceiling,
         "ceiling_fraction": rate / ceiling if ceiling else None,
         "datasheet": peak,
         "datasheet_fraction": rate / peak if peak else None,

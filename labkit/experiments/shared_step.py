@@ -151,16 +151,9 @@ class SharedStep(Step):
             torch.cuda.reset_peak_memory_stats()
         for _ in range(NUM_WARMUP):
             self.run("train_step", part)
-        # ZeroRedundancyOptimizer keeps its own inside.
-        state = getattr(self.optimizer, "optim", self.optimizer).state
-        parameters = list(self.model.parameters())
         self.memory |= {
-            "symmetric_bytes": getattr(self.model, "symmetric_bytes", None),
             "after_step_bytes": _allocated(),
             "peak_bytes": torch.cuda.max_memory_allocated() or None,
-            "parameter_bytes": _local_bytes(parameters),
-            "gradient_bytes": _local_bytes([parameter.grad for parameter in parameters]),
-            "state_bytes": sum(_local_bytes(values.values()) for values in state.values()),
         }
         if self.compile == "graph":
             self.optimizer.zero_grad()
@@ -238,11 +231,6 @@ def slowest(ranks: Sequence[dict]) -> Timing:
 
 def _allocated() -> int | None:
     return torch.cuda.memory_allocated() or None  # 0 without a GPU
-
-
-def _local_bytes(values: Sequence) -> int:
-    """Returns the bytes of the tensors among `values` that this rank holds."""
-    return sum(getattr(x, "_local_tensor", x).nbytes for x in values if torch.is_tensor(x))
 
 
 def spans_of(name: str, table: pd.DataFrame) -> dict[str, list[float]]:

@@ -334,7 +334,7 @@ def _measure_profile(work: Work, case: Case, phase: str) -> Measured:
     trace = capture_with_kineto(marked, work.device.kind)
     table = launches(trace, (phase,), KERNEL_CLASSES)
     class_ms = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
-    metrics = {"kernels_ms": float(class_ms.sum()), "num_launches": len(table)}
+    metrics = {"kernels_ms": float(class_ms.sum())}
     metrics |= {f"{name}_ms": float(value) for name, value in class_ms.items() if value > 0}
     return Measured(metrics, case.parameters, {"source": trace.source})
 
@@ -397,7 +397,7 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
         "gradient_error": ours[worst],
         "eager_gradient_error": eager[worst],
     }
-    return Measured(metrics, case.parameters, {"worst": worst})
+    return Measured(metrics, case.parameters)
 
 
 SECTIONS = {

@@ -206,8 +206,8 @@ def time_collective(
 
     Returns:
         dict of world_size, num_bytes; times_s (one a sample), seconds and issue_s
-        (medians of these, and until the host had issued a call), algorithm_gbs, bus_gbs; num_wrong,
-        the elements over all ranks that are not exactly what they must be.
+        (medians of these, and until the host had issued a call), bus_gbs; num_wrong, the elements
+        over all ranks that are not exactly what they must be.
 
     Raises ValueError for an unknown operation or transport, and fewer bytes than an element for
     each rank.
@@ -232,15 +232,13 @@ def time_collective(
     samples = most_of_ranks([_sample(call) for _ in range(num_samples)])
     times, issues = samples.T.tolist()
     seconds = statistics.median(times)
-    algorithm_gbs = num_bytes / seconds / 1e9
     return {
         "world_size": world_size,
         "num_bytes": num_bytes,
         "times_s": times,
         "seconds": seconds,
         "issue_s": statistics.median(issues),
-        "algorithm_gbs": algorithm_gbs,
-        "bus_gbs": algorithm_gbs * bus_factor(operation, world_size),
+        "bus_gbs": num_bytes / seconds / 1e9 * bus_factor(operation, world_size),
         "num_wrong": int(wrong),
     }
 
