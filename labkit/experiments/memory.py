@@ -74,10 +74,6 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     return planned
 
 
-def gradients(step: Step) -> list[Tensor]:
-    return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
-
-
 def optimizer_state(step: Step) -> list[Tensor]:
     """Returns the tensors of the optimizer's state; none before its first step."""
     return [value for state in step.optimizer.state.values() for value in state.values()]
@@ -86,7 +82,7 @@ def optimizer_state(step: Step) -> list[Tensor]:
 def resident(step: Step) -> list[Tensor]:
     """Returns every tensor that stays from step to step."""
     inputs = [step.tokens, step.targets, *step.model.buffers()]
-    return [*step.model.parameters(), *inputs, *gradients(step), *optimizer_state(step)]
+    return [*step.model.parameters(), *inputs, *optimizer_state(step)]
 
 
 def _make_state(step: Step, phase: str) -> None:
@@ -97,7 +93,7 @@ def _make_state(step: Step, phase: str) -> None:
 
 
 def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
-    """Runs a phase once; returns the peak of its bytes, and those of the tensors that stay from
+    """Runs a phase once; returns the peak of its bytes, with those of the tensors that stay from
     step to step. On a GPU the peak includes workspaces of libraries, and what the allocator rounds
     sizes up to.
     """
@@ -108,13 +104,10 @@ def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     used_bytes, result = measure_usage(getattr(step, phase), step.device.kind)
     if phase != "inference" and not torch.isfinite(result):
         raise AssertionError(f"the loss is {result.item()}")
-    step.model.zero_grad()
-    resident_bytes = storage_bytes(resident(step))
-    peak_bytes = resident_bytes + used_bytes
+    peak_bytes = storage_bytes(resident(step)) + used_bytes
     if step.device.kind == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated()
-    metrics = {"resident_bytes": resident_bytes, "peak_bytes": peak_bytes}
-    return Measured(metrics, step.described())
+    return Measured({"peak_bytes": peak_bytes}, step.described())
 
 
 # ---- timeline ------------------------------------------------------------------------------------
