@@ -222,7 +222,7 @@ def test_each_operation_is_held_to_its_formula(operation):
             assert rates["ceiling_fraction"] > 0
     right = problem.call("eager", passes[0])()
     with pytest.raises(AssertionError, match="wrong"):
-        problem.verdicts(passes[0], [1.01 * x for x in right])
+        problem.worst("eager", passes[0], [1.01 * x for x in right])
 
 
 # ---- notebook 06's other sections ----------------------------------------------------------------

@@ -215,8 +215,8 @@ class Operation:
             return [(*outs, *gradients) for outs, gradients in self.expected]
         return [results[name != "forward"] for results in self.expected]
 
-    def verdicts(self, name: str, values: Tensors, impl: str = "") -> list[numerics.Verdict]:
-        """Returns the verdicts on what a pass of an implementation gave.
+    def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
+        """Returns the worst verdict on what a pass of an implementation gave.
 
         Raises AssertionError for a wrong result.
         """
@@ -232,11 +232,7 @@ class Operation:
             # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
             num_terms = self.terms.get(key, self.terms["out"])
             verdicts.append(numerics.judge(key, *rows, dtype=self.dtype, num_terms=num_terms))
-        return verdicts
-
-    def worst(self, impl: str, name: str, values: Tensors) -> numerics.Verdict:
-        """Returns the worst of the verdicts; raises as `verdicts`."""
-        return max(self.verdicts(name, values, impl), key=lambda verdict: verdict.budget_fraction)
+        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
         """Returns the worst verdict on a pass; raises AssertionError for a wrong result.
