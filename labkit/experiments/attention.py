@@ -19,7 +19,7 @@ from labkit.device import Device
 from labkit.experiments.contest import Implementation
 from labkit.experiments.operations import new_attention
 from labkit.experiments.sections import Plan, empty_cache, memory_bytes, run_section, section, timed
-from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.experiments.sweep import Case, Measured
 from labkit.kernels.attention import IMPLS
 from labkit.kernels.reference import attention_reference
 from labkit.measure.memory import residuals, saved_bytes, storage_bytes
@@ -104,9 +104,7 @@ class AttentionCall:
             self.operation.implementations = {self.impl: Implementation(function)}
         known = self.operation.implementations
         check_known("implementation", self.impl, known)
-        reason = self.operation.apply(known[self.impl].unavailable)
-        if reason:
-            raise Skip(reason)
+        self.operation.check(self.impl)
         self.function = known[self.impl].function
 
     def forward(self) -> Tensor:

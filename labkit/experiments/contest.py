@@ -172,6 +172,12 @@ class Operation:
         """Returns what a function gives of all that an implementation takes."""
         return function(*self.inputs.values(), *self.others, **self.options)
 
+    def check(self, impl: str) -> None:
+        """Raises Skip, which says why, for an implementation that cannot run on these tensors."""
+        reason = self.apply(self.implementations[impl].unavailable)
+        if reason:
+            raise Skip(reason)
+
     def outputs(self, impl: str) -> Tensors:
         return as_tuple(self.apply(self.implementations[impl].function))
 
@@ -235,11 +241,13 @@ class Operation:
         return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
-        """Returns the worst verdict on a pass; raises AssertionError for a wrong result.
+        """Returns the worst verdict on a pass; raises AssertionError for a wrong result, and as
+        `check`.
 
         One that is watched raises Refused for a wrong result, for none, and for one that is not
         computed by the call, from its inputs, into memory of its own.
         """
+        self.check(impl)
         if not self.is_watched:
             values = self.run(impl, "forward" if name == "forward" else "forward_backward")()
             return self.worst(impl, name, values)
@@ -470,9 +478,7 @@ def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
 
 
 def contest(operation: Operation, case: Case) -> PhaseRuns:
-    """Yields the phases: those that cannot be had first, then those that were timed, pass by
-    pass.
-    """
+    """Yields the phases pass by pass: those that cannot be had, then those that were timed."""
 
     device = operation.device
 
@@ -501,11 +507,7 @@ def contest(operation: Operation, case: Case) -> PhaseRuns:
     entrants = defaultdict(list)  # by pass
     for phase in case.phases:
         impl, name = phase.split(" ")
-        reason = operation.apply(operation.implementations[impl].unavailable)
-        if reason:
-            yield phase, functools.partial(_raise, Skip(reason))
-        else:
-            entrants[name].append(impl)
+        entrants[name].append(impl)
     for name, impls in entrants.items():
         verdicts = {}
         # A baseline that is not among them has been measured, or has failed.
