@@ -28,6 +28,7 @@ from labkit.experiments.sections import (
     section,
     sustained_metrics,
     time_once_ms,
+    timed,
     timed_with_peak,
 )
 from labkit.experiments.sweep import Case, Measured, Skip
@@ -324,9 +325,8 @@ def _measure_phase(step: Step, case: Case, phase: str) -> Measured:
     if phase == "compile":
         times, metrics = timed_with_peak(device, _time_first_call, step)
     elif phase == "graph_step":
-        call, graph_metrics = capture_step(step)
-        times, metrics = timed_with_peak(device, time_callable, call, **limits)
-        metrics |= graph_metrics
+        call, metrics = capture_step(step)
+        times = timed(device, time_callable, call, **limits)
     else:
         times, metrics = timed_with_peak(device, step.time_phase, phase, **limits)
     if phase in ("train_step", "graph_step") and not step.loss.isfinite():
