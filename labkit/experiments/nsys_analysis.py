@@ -113,8 +113,6 @@ def _measure(device: Device, case: ProfiledCase, phase: str) -> Measured:
             asked = case.together[case.together.index(words) :]
         with Monitor(device.kind) as monitor:
             trace = capture(nsys, device, asked, timeout_s=case.timeout_s - CAPTURE_MARGIN_S)
-        if nsys:  # whose program is another process
-            monitor.summary.pop("foreign_processes", None)
         _captured.clear()
         for other, measured in measurements(trace).items():
             _captured[other] = replace(measured, telemetry=monitor.summary)

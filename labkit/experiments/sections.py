@@ -160,7 +160,7 @@ def sustained_metrics(
         calls_per_function=num_calls,
         **work,
     )
-    timed.telemetry["sustained"] = {**window.telemetry, "is_replayed": is_replayed}
+    timed.telemetry["sustained"] = window.telemetry
     if window.telemetry.get("disturbed"):
         timed.telemetry.update(disturbed=True, disturbed_by=window.telemetry["disturbed_by"])
     return window.metrics | sustained_share(ceilings, window.metrics, precision)
