@@ -121,7 +121,7 @@ class Chapter:
         return _load(path, RecordStore(path).state())
 
     def records(self, *sections: str) -> pd.DataFrame:
-        """Returns the shown records of these sections, one row each; `attrs` has the device's kind.
+        """Returns the shown records of these sections, one row each.
 
         Shown is the newest record of a measurement, one of the profile key only where the grid has
         none. The column "sessions" has the metrics of each session of its own commit, as `verdicts`
@@ -133,7 +133,6 @@ class Chapter:
             {record.session: record.metrics for record in measurement.sessions if record.metrics}
             for measurement in measurements
         ]
-        frame.attrs["device_kind"] = self.device_kind
         return frame
 
     def with_own(self, frame: pd.DataFrame, section: str) -> pd.DataFrame:

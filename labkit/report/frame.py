@@ -85,9 +85,7 @@ def in_order(frame: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
 
 
 def select(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
-    """Returns the rows whose columns have the given value, or one of the given values; attributes
-    are kept.
-    """
+    """Returns the rows whose columns have the given value, or one of the given values."""
     mask = pd.Series(True, index=frame.index)
     for column, value in equal.items():
         values = value if isinstance(value, list | tuple | set) else [value]
