@@ -314,7 +314,7 @@ def growth(frame: pd.DataFrame, x: str, value: str, low: float, high: float, **c
     return replace(ends, numbers={"value": grown}, verdict="")
 
 
-def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
+def fits(frame: pd.DataFrame, x: str, **case: Any) -> Fact:
     """Returns the largest `x` of a case that was measured, {value}."""
     rows = ok_rows(frame, **case)
     if rows.empty:

@@ -88,7 +88,6 @@ mpl.rcParams |= {
     "axes.titlesize": 10,
     "axes.labelsize": 10,
     "legend.fontsize": 9,
-    "figure.dpi": 100,
     "savefig.bbox": "tight",
     # where it is put anyway; looking for the place takes a third of the drawing
     "axes.titley": 1.0,
