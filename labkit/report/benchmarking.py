@@ -106,23 +106,23 @@ def call_range(profiles: pd.DataFrame, *frames: pd.DataFrame, **case) -> pd.Data
 
 
 def repeats(differences: pd.DataFrame) -> Figure:
-    """Draws how far each row of another session lies from the first, one dot per row, by kind of
-    time.
+    """Draws how far the rows of another session lie from the first by kind of time: boxes over
+    quartiles, whiskers to 5 % and 95 % of the rows.
     """
     figure, axis = figures.panel(height=2.6)
     kinds = sessions.shares(differences)["kind"]
-    colours = dict(zip(sessions.LIMITS, figures.SERIES, strict=False))
-    for place, kind in enumerate(kinds):
-        values = select(differences, kind=kind)["difference"].clip(lower=1e-3).sort_values()
-        # Around their row, so that few cover one another; the same records, the same picture.
-        heights = [place + 0.7 * ((number * 0.618) % 1 - 0.5) for number in range(len(values))]
-        axis.scatter(values, heights, s=6, alpha=0.5, color=colours[kind], linewidths=0)
+    axis.boxplot(
+        [select(differences, kind=kind)["difference"].clip(lower=1e-3) for kind in kinds],
+        orientation="horizontal",
+        tick_labels=kinds,
+        whis=(5, 95),
+        flierprops={"markersize": 2},
+    )
+    axis.invert_yaxis()
     axis.axvline(0.05, color="0.4", linewidth=1, linestyle=":")
     axis.set_xscale("log")
     ticks = {0.001: "≤ 0.1 %"} | {end: percent(end) for end in (0.01, 0.05, 0.1, 1)}
     axis.set_xticks(list(ticks), ticks.values())
-    axis.set_yticks(range(len(kinds)), kinds)
-    axis.invert_yaxis()
     axis.set_xlabel("slower than the faster of two sessions by")
     return figure
 
