@@ -65,7 +65,7 @@ def times_table(frame):
 def times_figure(frame):
     figure, axis = figures.panel(height=2.6)
     for number, (method, rows) in enumerate(frame.groupby("method")):
-        style = figures.Style(figures.SERIES[number])
+        style = figures.Style(f"C{number}")
         figures.line_with_band(axis, rows, "length", label=method, style=style)
     figures.log_time_axis(axis, "call time (ms)")
     figures.finish(figure)

@@ -61,9 +61,6 @@ STYLES = {
 OWN_STYLE = Style("#000000", "*")
 """Of a function of the user's."""
 
-SERIES = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#5d3a9b", "#7f7f7f"]
-"""Colours, by number, of what has no style of its own."""
-
 CLASS_COLOURS = {
     "matmul": "#0072b2",
     "attention": "#8a1c20",

@@ -47,7 +47,7 @@ def encoder(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
 
 
 def waterfall(rows: pd.DataFrame) -> Figure | None:
-    """Draws the sustained time after each change, and what it saved or added with its verdict."""
+    """Draws the sustained time after each change, with its ratio to the one before."""
     rows = ok_rows(rows, batch="one size", phase=BOTH)
     ways = [STOCK, *CHANGES.values(), PRODUCTS]
     steps = [row for row in (only(rows, way=way) for way in ways) if row]
@@ -56,25 +56,14 @@ def waterfall(rows: pd.DataFrame) -> Figure | None:
     figure, axis = figures.panel(height=3.0)
     before = {}
     for row in steps:
-        way = row["way"]
-        time = row["sustained_ms"]
-        is_change = way in CHANGES.values()
+        is_change = row["way"] in CHANGES.values()
         text = cell(row, "sustained_ms")
-        axis.barh(way, time, color=figures.SERIES[0 if is_change else 5])
-        end = time
         if is_change and before:
             fact = facts.compare_rows(before, row, "sustained_ms")
-            axis.barh(
-                way,
-                before["sustained_ms"] - time,
-                left=time,
-                color=figures.SERIES[1],
-                hatch="///",
-                edgecolor="white",
-            )
-            end = max(time, before["sustained_ms"])
             text += f", {fact['ratio']} {fact.verdict}"
-        axis.annotate(f" {text}", (end, way), va="center", fontsize=9)
+        colour = "#0072b2" if is_change else "#7f7f7f"
+        bar = axis.barh(row["way"], row["sustained_ms"], color=colour)
+        axis.bar_label(bar, [text], padding=4, fontsize=9)
         before = row if is_change else {}
     axis.set_xlabel("sustained time of forward + backward (ms)")
     axis.set_xlim(right=1.6 * axis.get_xlim()[1])
