@@ -10,7 +10,6 @@ step over all ranks. A ring moves (N−1)/N of the size S = that of the larger o
 output (once, for an all-reduce twice). An FFN layer's matrices count 2 bytes an element.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -462,28 +461,6 @@ def attention_saved_bytes(
     return (4 if kind == "math" else element_bytes) * (3 * row + scores)
 
 
-def attention_score_passes(phase: str, *, device_kind: str) -> int:
-    """Returns how often a pass of eager attention reads or writes all score matrices.
-
-    Forward: written by the product, read and written by the scaling and by the softmax, read by the
-    product with v.
-    Backward: the product for v reads one, the next writes one, the softmax's backward reads two and
-    writes one, the scaling reads and writes one, the products for q and k read one each. On CUDA
-    the softmax's backward first multiplies gradient and probabilities: two more are read and one
-    written.
-
-    Args:
-        phase: "forward" or "backward"; device_kind: one of DEVICE_KINDS.
-
-    Raises ValueError for another phase or kind of device.
-    """
-    check_known("kind of device", device_kind, DEVICE_KINDS)
-    check_known("phase", phase, ("forward", "backward"))
-    if phase == "forward":
-        return 6
-    return 12 if device_kind == "cuda" else 9
-
-
 def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, causal: bool) -> int:
     """Returns FLOPs of one attention call: 4·S²·D forward, 2.5 times that backward, half of it when
     causal.
@@ -557,30 +534,6 @@ def ffn_cost(
     activation_bytes = 2 * (2 * tokens * d_model / data) * (tensor - 1) / tensor
     forward = activation_bytes + (weight_bytes if sharded else 0)
     return flops, forward, 2 * flops, activation_bytes + 2 * weight_bytes
-
-
-def min_grid_tokens(
-    d_ff: int,
-    flops: float,
-    *,
-    data: int,
-    tensor: int,
-    data_bandwidth: float,
-    tensor_bandwidth: float,
-    overlapped: bool,
-    exact: bool = True,
-) -> float:
-    """Returns the fewest tokens of a step with which a data × tensor grid is bound by compute in
-    layers of two matrices; infinity for none.
-
-    `exact` counts what a ring sends, (N−1)/N of the size. False counts the whole size, as the CS336
-    accounting exercise of 2025 does: it asks for more tokens, by data/(data − 1) where overlapped.
-    """
-    tokens = (data - exact) * flops / data_bandwidth
-    tensor_share = (tensor - exact) * flops / (d_ff * tensor_bandwidth)
-    if tensor_share >= 1:
-        return math.inf
-    return tokens if overlapped else tokens / (1 - tensor_share)
 
 
 def zero_bytes(num_parameters: float, world_size: int, stage: int) -> dict[str, float]:
