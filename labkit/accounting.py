@@ -5,9 +5,8 @@ norms, softmax and the embedding gather are not counted. Attention is counted in
 against every key, which an implementation that masks after the product executes) or, with `causal`,
 by the half that is not masked.
 
-Of communication: W is a rank's bandwidth in B/s in one direction, C its FLOP/s, B the tokens of a
-step over all ranks. A ring moves (N−1)/N of the size S = that of the larger of a rank's input and
-output (once, for an all-reduce twice). An FFN layer's matrices count 2 bytes an element.
+Of communication: W is a rank's bandwidth in B/s in one direction. A ring moves (N−1)/N of the size
+S = that of the larger of a rank's input and output (once, for an all-reduce twice).
 """
 
 from collections.abc import Sequence
@@ -510,30 +509,6 @@ def ring_seconds(operation: str, num_bytes: float, world_size: int, bandwidth: f
     without latencies.
     """
     return bus_factor(operation, world_size) * num_bytes / bandwidth
-
-
-def ffn_cost(
-    tokens: float,
-    d_model: int,
-    d_ff: int,
-    *,
-    data: int = 1,
-    tensor: int = 1,
-    sharded: bool = False,
-) -> tuple[float, float, float, float]:
-    """Returns FLOPs and sent bytes of forward, then of backward, of one rank that runs a SwiGLU
-    layer of three matrices on a grid of `data` × `tensor` ranks; backward takes twice the FLOPs.
-
-    Data parallel ranks all-reduce gradients in backward. Sharded, they gather weights in both
-    passes and reduce-scatter gradients. Tensor parallel ranks all-reduce the activations of the
-    layer's output, and of its input's gradient.
-    """
-    num_weights = 3 * d_model * d_ff
-    flops = 2 * tokens * num_weights / (data * tensor)
-    weight_bytes = 2 * num_weights / tensor * (data - 1) / data
-    activation_bytes = 2 * (2 * tokens * d_model / data) * (tensor - 1) / tensor
-    forward = activation_bytes + (weight_bytes if sharded else 0)
-    return flops, forward, 2 * flops, activation_bytes + 2 * weight_bytes
 
 
 def zero_bytes(num_parameters: float, world_size: int, stage: int) -> dict[str, float]:
