@@ -134,7 +134,7 @@ def capture(
     """Captures cases by nsys in a process of its own, without nsys by torch.profiler in this one.
 
     Args:
-        options: `keep` and `stacks`, as both take them; `timeout_s` of nsys.
+        options: `keep`, as both take it; `timeout_s` of nsys.
     """
     if nsys:
         command = [sys.executable, "-m", __name__, *itertools.chain.from_iterable(cases)]
@@ -152,7 +152,7 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
     device = detect()
     nsys = nsys_on(device)
     path = Path(f"{output}.{'nsys-rep' if nsys else 'json'}")
-    trace = capture(nsys, device, [case], timeout_s=600.0, keep=path, stacks=True)
+    trace = capture(nsys, device, [case], timeout_s=600.0, keep=path)
     for words, (status, reason) in failures(trace).items():
         raise RuntimeError(f"{status} {' '.join(words)} {reason}; {path} holds what came before")
     return path

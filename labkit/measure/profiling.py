@@ -442,15 +442,13 @@ def capture_with_kineto(
     device_kind: str,
     *,
     keep: Path | None = None,
-    stacks: bool = False,
 ) -> Trace:
     """Calls `function` under torch.profiler and returns what it captured.
 
     Args:
         function: marks its ranges with `torch.profiler.record_function`.
         device_kind: "cuda" captures kernels, any other CPU operators.
-        keep: where the trace is kept as a file; None deletes it. stacks: with the Python lines that
-            call.
+        keep: where the trace is kept as a file, with the Python lines that call; None deletes it.
 
     Raises ProfileError as `read_chrome_trace`; RecordError where it cannot be kept.
     """
@@ -461,7 +459,7 @@ def capture_with_kineto(
         # torch 2.11 warns that events of earlier cycles are lost, of which there are none. With
         # acc_events it does not, but makes Python objects of all events, 5 s for 20,000.
         warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")
-        with torch.profiler.profile(activities=activities, with_stack=stacks) as profiler:
+        with torch.profiler.profile(activities=activities, with_stack=bool(keep)) as profiler:
             function()
             if device_kind == "cuda":
                 torch.cuda.synchronize()
@@ -550,7 +548,6 @@ class Nsys:
         *,
         timeout_s: float,
         keep: Path | None = None,
-        stacks: bool = False,
         reads: bool = True,
     ) -> Trace | None:
         """Runs `command` under nsys and returns what was captured.
@@ -558,8 +555,8 @@ class Nsys:
         Args:
             command: program and arguments; it marks its ranges with NVTX.
             timeout_s: for the program and the export together.
-            keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks
-                if nsys can.
+            keep: where the capture (.nsys-rep) is kept, with call stacks if nsys can; None deletes
+                it.
             reads: False to return None without reading it, since an empty program launches nothing.
 
         Raises:
@@ -584,7 +581,7 @@ class Nsys:
 
             report = folder / "capture.nsys-rep"
             export = folder / "capture.sqlite"
-            sampling = STACKS if stacks else NO_STACKS
+            sampling = STACKS if keep else NO_STACKS
             # An older release that is given a newer option starts nothing, nor does one that may
             # not sample.
             for options in ((*sampling, *NEWER_OPTIONS), sampling, NO_STACKS):
