@@ -40,7 +40,7 @@ def test_a_history_adds_up_and_its_phases_lie_between_marks():
     events = [(10, 100, "a"), (20, 50, "b"), (10, -100, ""), (10, 30, "c")]
     history = History(pair_events(events, {5: 1000}), 4, marks=[("one", 1), ("two", 3)])
     assert history.totals().tolist() == [1000, 1100, 1150, 1050, 1080]
-    assert (history.peak_bytes, history.peak_position) == (1150, 1)
+    assert (history.peak_bytes, history.totals().argmax()) == (1150, 2)
     assert [a.num_bytes for a in history.allocations if a.is_alive(1)] == [1000, 100, 50]
     assert history.phases() == [("one", 1, 3), ("two", 3, 4)]
 

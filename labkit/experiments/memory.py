@@ -127,7 +127,7 @@ def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     history = recorder.history
     category = _categories(step, history)
     events, series = history.series(category, TIMELINE_POINTS)
-    peak = events.index(history.peak_position + 1)
+    peak = events.index(history.totals().argmax())
     metrics = {
         "peak_bytes": history.peak_bytes,
         "num_events": history.num_events,

@@ -89,13 +89,6 @@ class History:
     def peak_bytes(self) -> int:
         return int(self.totals().max())
 
-    @cached_property
-    def peak_position(self) -> int:
-        """Position of the event after which most bytes are in use; BEFORE if that is at the
-        start.
-        """
-        return int(self.totals().argmax()) - 1
-
     def phases(self) -> list[tuple[str, int, int]]:
         """Returns (name, first position, position after the last) between the marks."""
         marks = [*self.marks, ("", self.num_events)]
