@@ -1,6 +1,4 @@
-"""The host's probes time the issuing of one call each, in microseconds, and say where they cannot
-be taken.
-"""
+"""The host's probes time the issuing of one call each, in microseconds."""
 
 import types
 
@@ -31,7 +29,7 @@ def test_a_sample_is_many_calls_and_the_device_is_waited_for_outside_of_it(monke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", PROBES)
+@pytest.mark.parametrize("name", PROBES["cuda"])
 def test_every_probe_can_be_taken_on_a_gpu(name):
     timed = probe(name, "cuda")
     assert 1e-5 < timed.median_ms < 1

@@ -543,7 +543,7 @@ class Session:
         from labkit.measure.host import PROBES  # imports torch, as the experiment has
 
         self.cases = [
-            Case(HOST_SECTION, {}, PROBES, 60.0),
+            Case(HOST_SECTION, {}, PROBES[self.device.kind], 60.0),
             *asked_cases(self.experiment, self.profile, self.device.kind, asked),
         ]
         self.fresh = fresh

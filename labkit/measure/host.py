@@ -28,15 +28,9 @@ _CALLS = {
     "triton_launch": lambda x: _store_zero_kernel[(1,)](x, x.numel(), BLOCK=64),
 }
 
-PROBES = tuple(_CALLS)
-"""operator: one addition of 64 elements. triton_launch: one kernel of one block."""
-
-
-def unavailable(name: str, device_kind: str) -> str | None:
-    """Returns why a probe cannot be taken on this device, None if it can."""
-    if name != "triton_launch" or device_kind == "cuda":
-        return None
-    return f"Triton launches on CUDA only; this is {device_kind}"
+PROBES = {"cuda": tuple(_CALLS), "cpu": ("operator",)}
+"""By kind of device. operator: one addition of 64 elements. triton_launch: one kernel of one block.
+"""
 
 
 def probe(name: str, device_kind: str) -> Timing:
@@ -44,7 +38,7 @@ def probe(name: str, device_kind: str) -> Timing:
     NUM_CALLS in a row.
 
     Args:
-        name: one of PROBES that is not `unavailable`; device_kind: where the operand is.
+        name: one of the device's PROBES; device_kind: where the operand is.
     """
     call = _CALLS[name]
     x = torch.ones(64, device=device_kind)
