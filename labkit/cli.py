@@ -462,7 +462,9 @@ def plan(
         str,
         Argument(help="A size of chapter 01 (small, 2.7b), or a config.json of transformers."),
     ] = "small",
-    batch: Annotated[int, Option(min=1, help="Sequences of a step, on each GPU.")] = 4,
+    batch: Annotated[
+        int, Option(min=1, help="Sequences of a step, on each GPU; of tp on all.")
+    ] = 4,
     context: ContextOption = 512,
     precision: PrecisionOption = "bf16",
     attention: Annotated[
@@ -476,7 +478,13 @@ def plan(
         str, Option(help="none, or how many blocks are recomputed together: 4, or 8/2.")
     ] = "none",
     gpus: Annotated[int, Option(min=1, help="Number of GPUs.")] = 1,
-    gpu_way: Annotated[Literal[GPU_WAYS], Option(help="What the GPUs share out.")] = "ddp",
+    gpu_way: Annotated[
+        Literal[GPU_WAYS],
+        Option(
+            help="What the GPUs share out: nothing but the batches, the moments, all, or every "
+            "matrix for one batch of them all."
+        ),
+    ] = "ddp",
     device: Annotated[
         str, Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
     ] = REFERENCE_DEVICE,

@@ -173,9 +173,9 @@ STEP_WAYS = ("eager", "compiled", "ours")
 kernels.
 """
 
-GPU_WAYS = ("ddp", "zero1", "fsdp")
+GPU_WAYS = ("ddp", "zero1", "fsdp", "tp")
 """Of a planned step. ddp: every rank holds all. zero1: the optimizer's moments are shared out.
-fsdp: also weights and gradients.
+fsdp: also weights and gradients. tp, tensor parallel: every matrix, for one batch of all ranks.
 """
 
 LAUNCH_BOUND = 0.9

@@ -54,7 +54,8 @@ class Setting:
     Attributes:
         precision: "fp32", "tf32" or "bf16" (autocast); attention: "eager", or "fused", which keeps
             no scores; way: one of STEP_WAYS; recompute: as `accounting.checkpoint_plan` takes it.
-        num_gpus, gpu_way: over how many GPUs, and how, one of GPU_WAYS; the batch is a rank's.
+        num_gpus, gpu_way: over how many GPUs, and how, one of GPU_WAYS; the batch is a rank's, of
+            "tp" that of all.
     """
 
     config: ModelConfig
@@ -70,6 +71,31 @@ class Setting:
     @property
     def tokens(self) -> int:
         return self.batch * self.context
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        return self.gpu_way == "tp" and self.num_gpus > 1
+
+    @property
+    def rank_config(self) -> ModelConfig:
+        """The part of the model that a rank computes: all, or as many heads, columns of the
+        feed-forward layers and rows of the vocabulary as tensor parallel ranks have each. Norms and
+        what runs between blocks are whole. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+        """
+        config = self.config
+        if not self.is_tensor_parallel:
+            return config
+        whole = {
+            "num_heads": config.num_heads,
+            "num_key_heads": config.num_key_heads or config.num_heads,
+            "d_ff": config.d_ff,
+        }
+        for name, size in whole.items():
+            if size % self.num_gpus:
+                raise RequestError(f"{self.num_gpus} GPUs cannot share out {name} {size} evenly")
+        part = {name: size // self.num_gpus for name, size in whole.items()}
+        vocab_size = -(-config.vocab_size // self.num_gpus)  # filled up with rows of no token
+        return replace(config, head_dim=config.d_head, vocab_size=vocab_size, **part)
 
 
 class Roofs(NamedTuple):
@@ -99,6 +125,7 @@ SHARING = {
     "ddp": Sharing(0, 2, accounting.STEP_TRANSFERS["data_parallel"]),
     "zero1": Sharing(1, 1, accounting.STEP_TRANSFERS["sharded_optimizer"]),
     "fsdp": Sharing(3, 0, accounting.STEP_TRANSFERS["fully_sharded"]),
+    "tp": Sharing(0, 0, 0),  # it sends activations
 }
 """By one of GPU_WAYS."""
 
@@ -233,7 +260,7 @@ def memory(setting: Setting) -> dict[str, float]:
 
     Raises RequestError for a setting that does not exist.
     """
-    config = setting.config
+    config = setting.rank_config
     if config.num_layers > MOST_LAYERS:
         raise RequestError(f"{config.num_layers} layers; accepted: up to {MOST_LAYERS:,}")
     peak = accounting.peak_bytes(
@@ -319,7 +346,7 @@ better what they were not fitted to.
 
 def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     """Returns the parts of the model of kernels in milliseconds, before they are fitted."""
-    config = setting.config
+    config = setting.rank_config
     d, layers, tokens = config.d_model, config.num_layers, setting.tokens
     flops_rate = roofs.rates[setting.precision] / 1e3
     copy_rate = roofs.rates["copy"] / 1e3
@@ -337,6 +364,10 @@ def terms(setting: Setting, roofs: Roofs) -> dict[str, float]:
     pairs = setting.context / 2 if config.vocab_size else setting.context
     attention = 4 * tokens * pairs * config.attention_widths[0] * layers
     block_bytes = 4 * tokens * d
+    if setting.is_tensor_parallel:
+        # Of 34 bytes that a block keeps of a token and a dimension 24 are shared out (Korthikanti
+        # et al. 2022, "Reducing Activation Recomputation", section 4.2).
+        block_bytes *= (10 + 24 / setting.num_gpus) / 34
     if is_eager:
         # Of three elementwise kernels one passes over scores. Autocast's have two bytes around the
         # products and four around the softmax.
@@ -588,9 +619,10 @@ def lines(
     config = setting.config
     millions = number(accounting.num_parameters(config) / 1e6)
     shared = f"{setting.num_gpus} GPUs, {setting.gpu_way}" if setting.num_gpus > 1 else "1 GPU"
+    batch_of = "" if setting.is_tensor_parallel else " a GPU"
     return [
         f"Model: {config.name}, {millions} million parameters.",
-        f"Step: batch {setting.batch} a GPU, context {setting.context:,}, {setting.precision}, "
+        f"Step: batch {setting.batch}{batch_of}, context {setting.context:,}, {setting.precision}, "
         f"attention {setting.attention}, {setting.way}, recompute {setting.recompute}, {shared}.",
         *_memory_lines(setting, roofs.memory_bytes),
         *_error_line("memory", select(memory_errors(gpus.values()), way=setting.way)),
@@ -629,6 +661,26 @@ LINK_BYTES_PER_S = 300e9
 """Bandwidth of a ring over NVLink on Hopper, as chapter 07 measures it for large messages."""
 
 
+def communication_ms(setting: Setting) -> float:
+    """Returns how long a step's collectives take over NVLink.
+
+    Tensor parallel ranks add up activations behind the attention and the feed-forward layer of each
+    block, as often as it runs forward, and their gradients before both.
+    """
+    config = setting.config
+    times = SHARING[setting.gpu_way].num_transfers
+    operation, sent = "all_gather", accounting.parameter_bytes(config)
+    if setting.is_tensor_parallel:
+        plan = accounting.checkpoint_plan(setting.recompute, config.num_layers)
+        times = (
+            2 * config.num_layers * (1 + accounting.checkpoint_forwards(config.num_layers, plan))
+        )
+        element_bytes = 2 if setting.precision == "bf16" else 4
+        operation, sent = "all_reduce", setting.tokens * config.d_model * element_bytes
+    ring_s = accounting.ring_seconds(operation, sent, setting.num_gpus, LINK_BYTES_PER_S)
+    return 1e3 * times * ring_s
+
+
 def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataFrame) -> list[str]:
     if setting.precision not in roofs.rates:
         return [f"Time: no rate of {setting.precision} is known."]
@@ -640,12 +692,17 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
         ]
     times = predicted(fitted(measured, setting.way), setting, roofs)
     step_ms = times["in all"]
-    gradients = accounting.parameter_bytes(setting.config)
-    gather_ms = 1e3 * accounting.ring_seconds(
-        "all_gather", gradients, setting.num_gpus, LINK_BYTES_PER_S
+    sent_ms = communication_ms(setting)
+    tokens = setting.tokens
+    wall_ms = max(step_ms, sent_ms)
+    meanwhile = (
+        f"at best it runs during the {number(step_ms)} ms of kernels, else it is added to them"
     )
-    sent_ms = SHARING[setting.gpu_way].num_transfers * gather_ms
-    rate = setting.tokens / max(step_ms, sent_ms) * 1e3
+    if setting.is_tensor_parallel:
+        tokens /= setting.num_gpus
+        wall_ms = step_ms + sent_ms
+        meanwhile = f"the next kernels wait for it, so it is added to their {number(step_ms)} ms"
+    rate = tokens / wall_ms * 1e3
     words = ", ".join(
         f"{part} {number(times[part])} ({bound})" for part, bound in BOUND.items() if times[part]
     )
@@ -665,15 +722,14 @@ def _time_lines(setting: Setting, roofs: Roofs, price: float, measured: pd.DataF
         joules = watts * step_ms / 1e3
         source = "such steps draw" if setting.way in roofs.drawn_w else "is its power limit"
         lines.append(
-            f"Energy of a step: {number(joules)} J a GPU, {number(setting.tokens / joules)} "
+            f"Energy of a step: {number(joules)} J a GPU, {number(tokens / joules)} "
             f"tokens/J, at {watts:.0f} W, which {source}."
         )
     if sent_ms:
         lines.append(
             f"Communication of {setting.gpu_way} over {setting.num_gpus} GPUs: {number(sent_ms)} "
             f"ms a step at the {LINK_BYTES_PER_S / 1e9:.0f} GB/s that NVLink reaches on an H200; "
-            f"at best it runs during the {number(step_ms)} ms of kernels, else it is added to "
-            "them; other links take longer."
+            f"{meanwhile}; other links take longer."
         )
     if price:
         cost = price / 3600 / rate * 1e6
