@@ -527,10 +527,15 @@ def plan(
 @app.command()
 def profile(
     size: Annotated[
-        str, Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")
-    ] = "small",
+        str,
+        Argument(help="Size of the model, as in chapter 01. Default: small, without a GPU nano."),
+    ] = "",
     context: ContextOption = 512,
-    precision: PrecisionOption = "bf16",
+    precision: Annotated[
+        Literal[PRECISIONS] | None,
+        # Most processors emulate bf16, which takes them minutes.
+        Option(help="bf16: autocast. Default: bf16, without a GPU fp32."),
+    ] = None,
     attention: Annotated[
         Literal["eager", "auto"], Option(help="auto: our FlashAttention.")
     ] = "eager",
@@ -543,9 +548,13 @@ def profile(
     say how by hand.
     """
     from labkit.configs import model_config
+    from labkit.device import detect
     from labkit.experiments import captured_step
 
-    case = (model_config(size).name, str(context), precision, attention, phase)
+    is_cuda = detect().kind == "cuda"
+    name = model_config(size or ("small" if is_cuda else "nano")).name
+    precision = precision or ("bf16" if is_cuda else "fp32")
+    case = (name, str(context), precision, attention, phase)
     _writable(output.parent)
     try:
         path = captured_step.keep_capture(case, output)
