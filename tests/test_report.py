@@ -112,13 +112,14 @@ def test_records_of_another_device_are_refused(folder):
 
 def test_a_chapter_alone_makes_a_page_that_says_what_is_missing(folder, monkeypatch):
     done = folder / "records" / f"{NOTEBOOK}.done.json"
-    done.write_text(json.dumps({**json.loads(done.read_text()), "num_missing": 7}))
+    done.write_text(json.dumps({"profile": "quick", "num_missing": 7}))
     (path,) = render.rebuild(REFERENCE_DEVICE, output=folder.parent)
     page = path.read_text(encoding="utf-8")
     assert page.startswith("# A transformer measured on NVIDIA H200")
     assert page.count("*Not measured; `labkit run") == len(notebooks.names()) - 1
     assert "Will it fit?" in page and "Which attention?" not in page
     assert "not recorded: 7 of chapter 01.**" in page
+    assert "findings of this chapter lack measurements" in page and "*Not measured:" not in page
     with pytest.raises(ValueError, match=f"'abacus'.*measured: {REFERENCE_DEVICE}"):
         render.rebuild("abacus", output=folder.parent)
     done.write_text('{"num_missing": ""}')

@@ -24,7 +24,15 @@ from labkit.records import (
     write_text_atomic,
 )
 from labkit.report import card, compare, figures, page, smoke
-from labkit.report.chapter import FACT, FIGURE, Chapters, chapters_of, dates_of, versions_of
+from labkit.report.chapter import (
+    FACT,
+    FIGURE,
+    Chapter,
+    Chapters,
+    chapters_of,
+    dates_of,
+    versions_of,
+)
 from labkit.report.text import gib, listing
 
 MOST_AT_ONCE = 4
@@ -117,7 +125,7 @@ def _report(
             text = f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
             body = f"## {notebooks.title(name)}\n\n{text}"
             if name in chapters:
-                body, named = _chapter_markdown(executed[name], chapters[name].folder.name)
+                body, named = _chapter_markdown(executed[name], chapters[name])
                 keyed |= named
             bodies.append(body)
         first = card.page(chapters, keyed)
@@ -187,12 +195,15 @@ def _unfinished(chapters: Chapters) -> list[str]:
     return warnings
 
 
-def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, str]]]:
+def _chapter_markdown(notebook, chapter: Chapter) -> tuple[str, dict[str, tuple[str, str]]]:
     """Returns a notebook without lessons as a chapter: its text, and what its cells show but for
     set-up; and by key the sentence and the heading of the facts that it names for the first page.
 
-    A section without a number explains none: its reasons are left out.
+    A section without a number explains none: its reasons are left out. Of the quick profile it says
+    once how many findings are missing.
     """
+    is_quick = read_done(chapter.folder, chapter.notebook).get("profile") == "quick"
+    num_missing = 0
     hidden = {"remove_cell", "parameters", "injected-parameters"}
     parts = []
     keyed = {}
@@ -218,11 +229,14 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
             if FIGURE in metadata:
                 figure = len(parts)
                 caption = metadata[FIGURE]["caption"]
-                image = f"../figures/{device}/{metadata[FIGURE]['file']}"
+                image = f"../figures/{chapter.device}/{metadata[FIGURE]['file']}"
                 text = f"![{caption}]({image})\n\n*{caption}*"
             elif fact:
                 sentence = text.removeprefix("- ")
                 is_told = not sentence.startswith("*")
+                if is_quick and not is_told:
+                    num_missing += 1
+                    continue
                 if figure is not None and is_told:
                     # The section's first fact is what the figure shows: its alternative text.
                     alternative = re.sub(r"[\[\]*`]", "", sentence)
@@ -238,6 +252,11 @@ def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, 
                     parts[-1] += f"\n{text}"
             elif text:
                 parts.append(text)
+    if num_missing:
+        parts.append(
+            f"*{num_missing} findings of this chapter lack measurements, which the quick profile "
+            "leaves out or this machine cannot take.*"
+        )
     return "\n\n".join(part.strip() for part in parts), keyed
 
 
