@@ -234,18 +234,14 @@ def ladder(chapters: Chapters) -> Figure | None:
 
 def _ladder_part(chapters: Chapters) -> list[str]:
     steps = _steps(chapters)
-    size = LADDER_SIZES[-1]
-    fastest = facts.compare(steps, LADDER["fp32"], LADDER["+ our kernels"], size=size)
-    alt = "A training step from slow to fast"
-    if not fastest.missing:
-        alt += f": {size_name(size)}, {fastest['base']} in fp32, {fastest['other']} at last"
     text = (
         "Batch 4, one CUDA graph a step, so no host enters its time. Dotted: at the sustained "
         "bf16 roof. *bf16* is autocast over fp32 weights; *compiled* compiles each block; "
         "*our kernels* keep the blocks' matrices in bf16 beside fp32 masters; *pure bf16* has no "
         "fp32 weights, and loses small updates (chapter 03)."
     )
-    figure = f"![{alt}](../figures/{first_of(chapters).device}/{LADDER_FILE})"
+    image = f"../figures/{first_of(chapters).device}/{LADDER_FILE}"
+    figure = f"![A training step from slow to fast, as in the table]({image})"
     return _part("One training step, from slow to fast", ladder_table(steps), text, figure)
 
 
