@@ -223,13 +223,12 @@ def class_bars(rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str
     groups = rows.groupby(panel, sort=False) if panel else [("", rows)]
     bars = rows[bar].unique()
     figure, axes = panels(groups, height=max(2.3, 0.8 + 0.3 * len(bars)))
-    thin = 0.001 * rows.filter(like=suffix).max().max()
     for axis, (title, shown) in axes:
         shown = shown.set_index(bar).reindex(bars)
         left = pd.Series(0.0, index=bars)
         for kind, colour in CLASS_COLOURS.items():
             widths = shown.get(f"{kind}{suffix}", left * 0).fillna(0.0)
-            if widths.sum() > thin:
+            if widths.any():
                 axis.barh(
                     bars,
                     widths,
