@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit import numerics
+from labkit.configs import check_known
 from labkit.device import Device
 from labkit.experiments.sections import (
     Runner,
@@ -173,7 +174,10 @@ class Operation:
         return function(*self.inputs.values(), *self.others, **self.options)
 
     def check(self, impl: str) -> None:
-        """Raises Skip, which says why, for an implementation that cannot run on these tensors."""
+        """Raises Skip, which says why, for an implementation that cannot run on these tensors,
+        RequestError for an unknown one.
+        """
+        check_known("implementation", impl, self.implementations)
         reason = self.apply(self.implementations[impl].unavailable)
         if reason:
             raise Skip(reason)
