@@ -84,9 +84,8 @@ def test_ranks_listen_on_the_loopback_interface_alone_and_leave_no_process(left,
     ],
 )
 def test_what_ended_first_is_said(left, how, rank, message):
-    name = "launch_ranks:end"
     with pytest.raises(RankError, match=message) as caught:
-        launch(name, 2, how, device="cpu", timeout_s=60, collective_timeout_s=4)
+        launch(launch_ranks.end, 2, how, device="cpu", timeout_s=60, collective_timeout_s=4)
     assert f"rank {rank} of 2 failed first" in str(caught.value)
     assert "Current thread" not in caught.value.summary
     assert [len(items) for items in caught.value.finished] == [1, 1]

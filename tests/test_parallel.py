@@ -13,7 +13,7 @@ CHECKS = [name for name in vars(parallel_ranks) if name.startswith("check_")]
 def launched(request):
     """Which checks each rank has passed, and the error of the one that came next."""
     try:
-        ranks = launch("parallel_ranks:run", request.param, CHECKS, device="cpu")
+        ranks = launch(parallel_ranks.run, request.param, CHECKS, device="cpu")
         return ranks, None
     except RankError as error:
         return error.finished, error

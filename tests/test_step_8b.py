@@ -6,7 +6,7 @@ from chapters import CPU
 
 from labkit.configs import model_config
 from labkit.experiments.step import Step
-from labkit.experiments.step_8b import kept, measured
+from labkit.experiments.step_8b import board_rank, kept, measured
 from labkit.experiments.sweep import Case
 from labkit.parallel.launch import launch
 
@@ -39,7 +39,7 @@ def reference() -> list[float]:
 def test_every_way_trains_as_one_process_does():
     # Room for the products of one of two blocks.
     arguments = (WAYS, CASE, "aot_eager_decomp_partition", 36.8e6)
-    rank = dict(launch("labkit.experiments.step_8b:board_rank", 2, *arguments, device="cpu")[0])
+    rank = dict(launch(board_rank, 2, *arguments, device="cpu")[0])
     assert rank[WAYS[1]]["levels"] == ["attention", "products"]
     expected = pytest.approx(reference(), rel=1e-5)
     assert all(rank[way]["losses"] == expected for way in WAYS)

@@ -87,7 +87,7 @@ class RankError(RuntimeError):
 
 
 def launch(
-    function: Callable | str,
+    function: Callable,
     nproc: int,
     *args: Any,
     device: str,
@@ -100,8 +100,7 @@ def launch(
     device of each.
 
     Args:
-        function: module-level generator, or its name as "module:function". Arguments and what it
-            yields are pickled.
+        function: module-level generator. Arguments and what it yields are pickled.
         nproc: number of ranks.
         device: "cuda", a GPU a rank with NCCL, or "cpu", with gloo.
         timeout_s: seconds for everything after the ranks' imports; collective_timeout_s: seconds
@@ -112,10 +111,8 @@ def launch(
             ranks that the nodes do not share evenly.
         RankError: a rank raised, died, or did not end in time. No process outlives the call.
     """
-    name = function
-    if not isinstance(function, str):
-        name = f"{function.__module__}:{function.__qualname__}"
-    if name.count(":") != 1 or "<" in name or name.startswith("__main__:"):
+    name = f"{function.__module__}:{function.__qualname__}"
+    if "<" in name or name.startswith("__main__:"):
         raise ValueError(
             f"cannot start {name!r} on a rank; accepted: a function of an importable module"
         )
