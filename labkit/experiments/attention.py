@@ -142,7 +142,7 @@ class AttentionCall:
         if phase == "forward":
             del out
             # As compiled: no names are asked for, and a function may be compiled by itself.
-            saved, _ = residuals(self.forward, [], is_compiled=True)
+            saved = residuals(self.forward, [], is_compiled=True)
             # Without the seeds of SDPA, which are plain numbers.
             metrics["saved_bytes"] = saved_bytes([one for one in saved if one.shape])
         return metrics

@@ -385,8 +385,8 @@ class _CurrentFunction(TorchFunctionMode):
 
 def residuals(
     function: Callable[[], Any], resident: Sequence[Tensor], *, is_compiled: bool
-) -> tuple[list[Residual], Any]:
-    """Returns what autograd saves during `function`, in order, and the function's result.
+) -> list[Residual]:
+    """Returns what autograd saves during `function`, in order.
 
     Args:
         function: a forward pass with gradient.
@@ -421,8 +421,8 @@ def residuals(
             stack.enter_context(current)
             stack.enter_context(tracker)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = function()
-    return saved, result
+            function()
+    return saved
 
 
 def saved_bytes(saved: Sequence[Residual]) -> int:
