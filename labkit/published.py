@@ -12,6 +12,25 @@ from labkit.configs import DATA, check_known
 # edition it is.
 _SIZES = {"small": "small", "medium": "medium", "large": "large", "xl": "xl-2025", "2.7b": "2.7b"}
 
+_NAMES = {"context_length": "context", "batch_size": "batch", "mean_ms": "published_ms"}
+
+_COLUMNS = [
+    "source",
+    "gpu",
+    "size",
+    "context",
+    "batch",
+    "precision",
+    "compile",
+    "warmup_steps",
+    "phase",
+    "statistic",
+    "published_ms",
+    "std_ms",
+    "status",
+    "note",
+]
+
 # A missing pair must fail: a default would label a time with a precision that was not run.
 _PRECISION_AND_COMPILE = {
     ("float32", "none"): ("fp32", "none"),
@@ -84,32 +103,16 @@ def step_times() -> pd.DataFrame:
 
     Source: `end_to_end.csv` and the known errors in `labkit/data/published/README.md`.
     """
-    printed = load("end_to_end").fillna({"note": ""}).to_dict("records")
-    rows = filter(None, map(_row_in_labkit_vocabulary, printed))
-    return pd.DataFrame(rows).astype(
+    rows = []
+    for row in load("end_to_end").fillna({"note": ""}).rename(columns=_NAMES).to_dict("records"):
+        notes = row["note"].split(";")
+        if row["published_ms"] < 0 or not _DISPUTED_NOTES.isdisjoint(notes):
+            continue
+        row["size"] = _SIZES[row["model"]]
+        row["precision"], row["compile"] = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]
+        if _OPTIMIZER_STEP_INCLUDED in notes:
+            row["phase"] = "train_step"
+        rows.append(row)
+    return pd.DataFrame(rows, columns=_COLUMNS).astype(
         {"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"}
     )
-
-
-def _row_in_labkit_vocabulary(row: dict) -> dict | None:
-    """Returns a row of `step_times`, None for one that is left out."""
-    notes = row["note"].split(";")
-    if row["mean_ms"] < 0 or not _DISPUTED_NOTES.isdisjoint(notes):
-        return None
-    precision, compile_mode = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]
-    return {
-        "source": row["source"],
-        "gpu": row["gpu"],
-        "size": _SIZES[row["model"]],
-        "context": row["context_length"],
-        "batch": row["batch_size"],
-        "precision": precision,
-        "compile": compile_mode,
-        "warmup_steps": row["warmup_steps"],
-        "phase": "train_step" if _OPTIMIZER_STEP_INCLUDED in notes else row["phase"],
-        "statistic": row["statistic"],
-        "published_ms": row["mean_ms"],
-        "std_ms": row["std_ms"],
-        "status": row["status"],
-        "note": row["note"],
-    }
