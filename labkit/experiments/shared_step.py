@@ -152,6 +152,7 @@ class SharedStep(Step):
         for _ in range(NUM_WARMUP):
             self.run("train_step", part)
         self.memory |= {
+            "symmetric_bytes": getattr(self.model, "symmetric_bytes", None),
             "after_step_bytes": _allocated(),
             "peak_bytes": torch.cuda.max_memory_allocated() or None,
         }

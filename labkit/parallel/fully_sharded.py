@@ -239,6 +239,9 @@ class FullyShardedDataParallel(Wrapper):
     them. Backward from tensors in other objects, classes derived from dict too, and from a gradient
     (`create_graph`) ends in torch's "storage of size 0".
 
+    Attributes:
+        symmetric_bytes: of memory that copies are read from; torch's allocator does not count it.
+
     Raises ValueError for another transport, and complex parameters that are not frozen;
     RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a backward
     pass through parameters written since, a parameter that this rank has not used or that another
@@ -273,6 +276,7 @@ class FullyShardedDataParallel(Wrapper):
         parameters = self._sharded(module)
         self._peers = _PeerShards(self._weights) if transport == "copy" and self._weights else None
         self._hook(module, parameters)
+        self.symmetric_bytes = 0
         if self._peers:
             most = max(
                 sum(weight.flat.numel() for weight in layer.weights)
@@ -280,6 +284,7 @@ class FullyShardedDataParallel(Wrapper):
             )
             self._staging = PeerMemory(most, self._peers.buffer.dtype)
             self._reducing_stream = torch.cuda.Stream()
+            self.symmetric_bytes = self._peers.buffer.nbytes + self._staging.buffer.nbytes
         self._buckets = GradientBuckets(
             [vector.full for vector in self._vectors],
             25 * MB,
