@@ -325,8 +325,9 @@ class Operation:
         for x, drawn in zip(self.tensors, self.drawn, strict=True):
             places = 1 + secrets.randbelow(max(x.numel() - 1, 1))
             values = drawn.flatten().roll(places)
+            drawn.copy_(values.view_as(drawn))  # from where it is, as no two rounds may be alike
             # As data: autograd would take it for a mistake.
-            x.data.copy_(values.view_as(x))
+            x.data.copy_(drawn)
             if not x.dim():
                 x.data.fill_(loss_gradient)
 
