@@ -58,10 +58,10 @@ def test_predicted_memory_of_two_gpus_is_what_steps_took(chapter):
 
 def test_tensor_parallel_ranks_share_out_matrices_and_send_sums():
     setting = replace(LARGE, num_gpus=4, gpu_way="tp")
-    whole, part = map(accounting.num_matmul_parameters, (LARGE.config, setting.rank_config))
-    assert whole == 4 * part
-    # Of 32 blocks, two sums a pass of 2,048 tokens, 2,560 wide, of which 2 · 3/4 leave a rank.
-    sent = 32 * 4 * 2048 * 2560 * 2 * 1.5
+    count = accounting.num_matmul_parameters
+    assert count(LARGE.config) == 4 * count(setting.rank_config)
+    # Of 32 blocks two sums a pass, of 2,048 tokens, 2,560 wide; of 2 bytes 2 · 3/4 leave a rank.
+    sent = 32 * 4 * 2048 * 2560 * 3
     assert plan.communication_ms(setting) == pytest.approx(1e3 * sent / plan.LINK_BYTES_PER_S)
     with pytest.raises(RequestError, match="2 GPUs cannot share out num_heads 25"):
         takes(setting, config=model_config("xl-2025"), num_gpus=2)

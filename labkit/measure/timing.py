@@ -207,7 +207,7 @@ def _sample(
     target_half_width: float,
     time_limit_s: float,
 ) -> list[tuple]:
-    """Returns the samples."""
+    """Returns samples up to the first of the limits of `time_callable`."""
     samples = []
     begin = time.perf_counter()
     while True:

@@ -90,12 +90,13 @@ class Setting:
             "num_key_heads": config.num_key_heads or config.num_heads,
             "d_ff": config.d_ff,
         }
+        part = {}
         for name, size in whole.items():
             if size % self.num_gpus:
                 raise RequestError(f"{self.num_gpus} GPUs cannot share out {name} {size} evenly")
-        part = {name: size // self.num_gpus for name, size in whole.items()}
-        vocab_size = -(-config.vocab_size // self.num_gpus)  # filled up with rows of no token
-        return replace(config, head_dim=config.d_head, vocab_size=vocab_size, **part)
+            part[name] = size // self.num_gpus
+        part["vocab_size"] = -(-config.vocab_size // self.num_gpus)  # with rows of no token
+        return replace(config, head_dim=config.d_head, **part)
 
 
 class Roofs(NamedTuple):
@@ -668,15 +669,17 @@ def communication_ms(setting: Setting) -> float:
     block, as often as it runs forward, and their gradients before both.
     """
     config = setting.config
-    times = SHARING[setting.gpu_way].num_transfers
-    operation, sent = "all_gather", accounting.parameter_bytes(config)
     if setting.is_tensor_parallel:
         plan = accounting.checkpoint_plan(setting.recompute, config.num_layers)
-        times = (
-            2 * config.num_layers * (1 + accounting.checkpoint_forwards(config.num_layers, plan))
-        )
+        passes = 1 + accounting.checkpoint_forwards(config.num_layers, plan)
+        times = 2 * config.num_layers * passes
         element_bytes = 2 if setting.precision == "bf16" else 4
-        operation, sent = "all_reduce", setting.tokens * config.d_model * element_bytes
+        operation = "all_reduce"
+        sent = setting.tokens * config.d_model * element_bytes
+    else:
+        times = SHARING[setting.gpu_way].num_transfers
+        operation = "all_gather"
+        sent = accounting.parameter_bytes(config)
     ring_s = accounting.ring_seconds(operation, sent, setting.num_gpus, LINK_BYTES_PER_S)
     return 1e3 * times * ring_s
 

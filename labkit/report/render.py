@@ -234,14 +234,14 @@ def _chapter_markdown(notebook, chapter: Chapter) -> tuple[str, dict[str, tuple[
             elif fact:
                 sentence = text.removeprefix("- ")
                 is_told = not sentence.startswith("*")
-                if is_quick and not is_told:
-                    num_missing += 1
-                    continue
                 if figure is not None and is_told:
                     # The section's first fact is what the figure shows: its alternative text.
                     alternative = re.sub(r"[\[\]*`]", "", sentence)
                     parts[figure] = f"![{alternative}]" + parts[figure].split("]", 1)[1]
                 figure = None
+                if is_quick and not is_told:
+                    num_missing += 1
+                    continue
                 # What is marked, or was not measured, is nothing for the first page.
                 if is_told and fact["key"] and not fact["marked"]:
                     keyed[fact["key"]] = (sentence, heading)
