@@ -134,7 +134,6 @@ def weight(source: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("folder", "most_tokens", "most_a_line"),
     [(PACKAGE, 154_164, 10), (TESTS, 90_000, 11)],
-    ids=["labkit", "tests"],
 )
 def test_the_whole_grows_no_heavier(folder, most_tokens, most_a_line):
     """One total: what grows in one file has to go in another, and not into fuller lines."""

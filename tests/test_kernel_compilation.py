@@ -19,7 +19,7 @@ import pytest
 import torch
 import triton
 from conftest import more
-from torch._higher_order_ops import triton_kernel_wrap
+from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
 from triton.backends.compiler import GPUTarget
 
 import labkit.kernels
@@ -323,21 +323,21 @@ def run_other_operations(dtype: torch.dtype, width: int) -> None:
     adamw.FusedAdamW([x]).step()
 
 
-def check_loads(name: str, compiled) -> None:
+def check_loads(name: str, ptx: str, constants: dict) -> None:
     """Asserts that a kernel loads 16 bytes at a time, and what is needed next ahead."""
-    ptx = compiled.asm["ptx"]
-    if name != "write_addresses_kernel":  # of a few numbers
-        in_16_bytes = re.search(r"ld\.global\S*\.v4|cp\.async\.c[ag]\S+ .*, 0x10", ptx)
-        assert in_16_bytes, f"{name} loads less than 16 bytes at a time"
-    if "norm_bwd" in name or "gelu_bwd" in name:
+    # Of few numbers, or an element a thread.
+    if name != "write_addresses_kernel" and ("cross" not in name or constants["BLOCK"] > 256):
+        assert re.search(r"ld\.global\S*\.v4|cp\.async\.c[ag]\S+ .*, 0x10", ptx), name
+    # Of the longest rows there may be no room for the next.
+    may_wait = constants.get("STAGES") == 1 and constants["C"] >= 8192
+    if ("norm_bwd" in name or "gelu_bwd" in name) and not may_wait:
         assert "cp.async" in ptx, f"{name} has no rows on their way"
 
 
 def check_written(kernel, arguments: dict) -> None:
     """Asserts that PyTorch takes no input for written: a compiled model would copy it first."""
-    table = triton_kernel_wrap.kernel_side_table
-    for name in triton_kernel_wrap.get_mutated_tensors(
-        table.add_kernel(kernel), table.add_constant_args({}), arguments, {}
+    for name in get_mutated_tensors(
+        kernel_side_table.add_kernel(kernel), kernel_side_table.add_constant_args({}), arguments, {}
     ):
         assert not arguments[name].requires_grad, (kernel, name)
 
@@ -353,6 +353,7 @@ def check_written(kernel, arguments: dict) -> None:
                 (capability, dtype, width)
                 for capability in SHARED_LIMIT
                 for dtype in (torch.float32, torch.float16)
+                # The widest whose rows are loaded ahead in backward, and the widest of all.
                 for width in (256, 8192, norms.MAX_COLUMNS)
             ),
         ),
@@ -364,9 +365,8 @@ def test_every_other_kernel_compiles_and_fits(monkeypatch, capability, dtype, wi
     def compile_only(kernel, grid, *arguments, **constants) -> None:
         compiled, log = logged(lambda: kernel.warmup(*arguments, grid=grid, **constants))
         if log:  # not where the same was compiled before
-            found.setdefault(kernel.__name__, []).append((compiled, log))
-            given = dict(zip(kernel.arg_names, arguments, strict=False))
-            check_written(kernel, given | constants)
+            found.setdefault(kernel.__name__, []).append((compiled, log, constants))
+            check_written(kernel, dict(zip(kernel.arg_names, arguments, strict=False)) | constants)
 
     # On tensors of a CPU, whose results are not looked at.
     for module in OTHER_MODULES:
@@ -386,15 +386,15 @@ def test_every_other_kernel_compiles_and_fits(monkeypatch, capability, dtype, wi
         run_other_operations(dtype, width)
     assert found.keys() == OTHER_KERNELS.keys()
     for name, compiled_and_log in found.items():
-        for compiled, log in compiled_and_log:
+        for compiled, log, constants in compiled_and_log:
             assert compiled.metadata.shared <= SHARED_LIMIT[capability], name
-            # The longest rows of all do not fit in registers.
-            limit = 8192 if width == norms.MAX_COLUMNS else 320
-            if width in (1600, 2560):  # of models
-                check_loads(name, compiled)
-                # 216 of a LayerNorm alone, 1,600 wide, with an fp32 sum.
-                limit = 216 if IS_TRITON_3_6 and name == "norm_bwd_kernel" else 0
+            # The longest rows of all do not fit in registers, nor 216 bytes of a LayerNorm alone,
+            # 1,600 wide, with an fp32 sum.
+            norm = 216 if IS_TRITON_3_6 else 0
+            known = {"weighted_sum_bwd_kernel": 8, "norm_bwd_kernel": norm}
+            limit = 4352 if width == norms.MAX_COLUMNS else known.get(name, 0)
             assert spilled_bytes(log) <= limit, name
+            check_loads(name, compiled.asm["ptx"], constants)
 
 
 def check_gluon(compiled, log: str, most_spilled: int) -> None:

@@ -47,8 +47,7 @@ PIECE = 256  # elements of a warp
 MAX_PIECES = 4  # of a row
 PIECES_AT_ONCE = {1: 50, 2: 38}  # in a multiprocessor's registers, by the number of parameters
 MAX_PROGRAMS = 8  # of a multiprocessor
-# On their way to shared memory: of the 99 KiB that every device since Ampere has, sums take some.
-BYTES_AHEAD = 90112
+BYTES_AHEAD = 98304  # on their way to shared memory, which every device since Ampere has
 MAX_STAGES = 3
 
 
@@ -281,7 +280,10 @@ def norm_backward(
         grad_total = grad_total.contiguous()
         bytes_a_column += grad_total.element_size()
     grad = torch.empty_like(total)
-    grad_x = None if x_dtype == total.dtype else torch.empty_like(total, dtype=x_dtype)
+    grad_x = None
+    if x_dtype != total.dtype:
+        grad_x = torch.empty_like(total, dtype=x_dtype)
+        bytes_a_column += grad_x.element_size()  # stored by way of shared memory
     # Columns are a constant of the kernels, no symbol of the compiler's.
     num_columns = int(weight.shape[0])
     num_parameters = 1 if mean is None else 2
